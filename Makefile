@@ -1,0 +1,42 @@
+# Every target prepares the virtual environment by itself. A second one, for another Python:
+#   make test VENV=.venv313 PYTHON=python3.13
+PYTHON ?= python3
+VENV ?= .venv
+PYTEST_ARGS ?=
+
+BIN := $(VENV)/bin
+FINETUNE_READY := $(VENV)/.finetune-ready
+TEST_READY := $(VENV)/.test-ready
+
+.PHONY: finetune test test-fast lint format clean
+
+finetune: $(FINETUNE_READY)
+	$(BIN)/python scripts/finetune.py --config=configs/tiny.py --workdir=runs/finetune
+
+test: $(TEST_READY)
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+test-fast: $(TEST_READY)
+	$(BIN)/python -m pytest -m "not slow" $(PYTEST_ARGS)
+
+lint: $(TEST_READY)
+	$(BIN)/ruff check .
+	$(BIN)/pyink --check --quiet .
+
+format: $(TEST_READY)
+	$(BIN)/ruff check --fix .
+	$(BIN)/pyink --quiet .
+
+clean:
+	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -not -path './.venv*' -prune -exec rm -rf {} +
+
+$(FINETUNE_READY): EXTRAS := data
+$(TEST_READY): EXTRAS := data,text,dev
+
+# The stamp is written last, so an interrupted installation starts again.
+$(FINETUNE_READY) $(TEST_READY): setup.cfg pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit("deepseek-jax needs Python 3.11 or newer and $(PYTHON) is %d.%d: set PYTHON to a newer one." % sys.version_info[:2] if sys.version_info < (3, 11) else 0)'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[$(EXTRAS)]"
+	@touch $@

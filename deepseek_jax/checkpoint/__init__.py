@@ -1,0 +1,1 @@
+"""Parameters and training state on disk."""

@@ -1,0 +1,1 @@
+"""The model: rows in, hidden states out."""

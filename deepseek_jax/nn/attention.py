@@ -1,0 +1,307 @@
+"""Attention: every layer's own window, the shared global entries and one joint softmax (spec 3–5).
+
+A layer is Full, Reindex or Reuse only in how it comes by entries and selection; what it does with
+them is the same. All functions speak of rows and know nothing of training, prefill or decode.
+"""
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int
+
+from deepseek_jax.config import ModelConfig
+from deepseek_jax.nn import chunks
+from deepseek_jax.nn.compressor import Compressor, Entries, group_rows, visible
+from deepseek_jax.nn.indexer import Indexer, Queries, Selection, block_starts, index_scores, pool_mask, pool_top, top_k
+from deepseek_jax.nn.layers import Linear, RMSNorm, constant
+from deepseek_jax.nn.rope import Rotation, frequencies, rotate, rotation
+from deepseek_jax.nn.rows import Rows
+from deepseek_jax.quant import QuantPlan, fake_quant
+from deepseek_jax.schedule import LayerSpec, Mode
+
+# Below this many entries a selected entry, masking all entries beats gathering the selected ones on
+# a CPU: the gather's gradient is a serial scatter-add. Both give the same values.
+DENSE_ENTRIES_PER_CHOICE = 16
+
+
+class Context(NamedTuple):
+  """What every layer of a stack knows of its rows: themselves and their rotations by ratio > 0."""
+
+  rows: Rows
+  tables: tuple[Rotation, Rotation]
+
+  @classmethod
+  def of(cls, rows: Rows, config: ModelConfig) -> "Context":
+    return cls(rows, tuple(rotation(rows.positions, frequencies(config, m)) for m in (0, 1)))
+
+
+class Published(NamedTuple):
+  """Global state that sources publish and later layers read; None before the first source.
+
+  `pool` holds the first slots of each row's candidate blocks (−1 for absent).
+  """
+
+  entries: Entries | None = None
+  selection: Selection | None = None
+  pool: Int[Array, "B T P"] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Pass:
+  """Static facts of one pass over the layers.
+
+  Attributes:
+    same_rows: entries come from the very rows that read them, so row t sees slots up to t // m.
+    index_loss: index scores carry gradients and every layer returns its divergence from them.
+    select_all: Top-K takes every visible entry (the index loss's dense warm-up).
+    trace: layers return their intermediate values.
+  """
+
+  same_rows: bool = True
+  index_loss: bool = False
+  select_all: bool = False
+  trace: bool = False
+
+
+class WindowKeys(NamedTuple):
+  """Window latents of the W − 1 rows before the queries and of the queries' own rows."""
+
+  kv: Float[Array, "B S H"]
+  positions: Int[Array, "B S"]
+  segments: Int[Array, "B S"]
+
+
+def window_mask(
+    rows: Rows, positions: Int[Array, "B S"], segments: Int[Array, "B S"], window: int
+) -> Bool[Array, "B T S"]:
+  """Window keys of each row: same segment, positions [max(floor, i − W + 1), i] (spec 17)."""
+  at, key = rows.positions[..., None], positions[:, None]
+  first = jnp.maximum(rows.floors[..., None], at - window + 1)
+  same = (rows.segments[..., None] == segments[:, None]) & (segments > 0)[:, None]
+  return same & (first <= key) & (key <= at)
+
+
+def joint_attention(
+    q: Float[Array, "B T N H"],
+    window: Float[Array, "B S H"],
+    window_seen: Bool[Array, "B T S"],
+    chosen: Float[Array, "B C H"] | Float[Array, "B T K H"] | None,
+    chosen_seen: Bool[Array, "B T C"] | None,
+    sink: Float[Array, " N"],
+) -> tuple[Float[Array, "B T N H"], Float[Array, "B T C"] | None]:
+  """One softmax over window keys, chosen entries and the sink; keys are values (spec 3.6).
+
+  `chosen` are entries shared by all rows under a mask, or gathered for every row. Logits and sums
+  are f32, probabilities are rounded to q's dtype for the value product. A row that sees nothing
+  gives exactly 0.
+
+  Returns:
+    The output, and the probabilities of the chosen entries summed over heads.
+  """
+  spec = "bch" if chosen is not None and chosen.ndim == 3 else "btch"
+  scale = q.shape[-1] ** -0.5
+
+  def logits(keys, seen, axes):
+    x = jnp.einsum(f"btnh,{axes}->btnc", q, keys, preferred_element_type=jnp.float32) * scale
+    return jnp.where(seen[:, :, None], x, -1e30)
+
+  parts = [(window, logits(window, window_seen, "bch"), "bch")]
+  if chosen is not None:
+    parts.append((chosen, logits(chosen, chosen_seen, spec), spec))
+  top = jnp.broadcast_to(sink[:, None], (*q.shape[:3], 1))
+  for _, x, _ in parts:
+    top = jnp.maximum(top, x.max(-1, keepdims=True))
+  top = jax.lax.stop_gradient(top)
+  total, out = jnp.exp(sink[:, None] - top), 0.0
+  for keys, x, axes in parts:
+    p = jnp.exp(x - top)  # exactly 0 where masked: top is at least the sink
+    total = total + p.sum(-1, keepdims=True)
+    out = out + jnp.einsum(
+        f"btnc,{axes}->btnh", p.astype(q.dtype), keys, preferred_element_type=jnp.float32
+    )
+  mass = None if chosen is None else jnp.sum(p / total, axis=2)
+  return (out / total).astype(q.dtype), mass
+
+
+def selection_mask(slots: Int[Array, "B T K"], c: int) -> Bool[Array, "B T C"]:
+  """True at the selected slots; −1 marks nothing."""
+  b, t, _ = slots.shape
+  at = jnp.where(slots < 0, c, slots)
+  mask = jnp.zeros((b, t, c), bool)
+  return mask.at[jnp.arange(b)[:, None, None], jnp.arange(t)[:, None], at].set(True, mode="drop")
+
+
+def gather_entries(kv: Float[Array, "B C H"], slots: Int[Array, "B T K"]) -> Float[Array, "B T K H"]:
+  """The selected entries of every row; slot −1 reads entry 0 and must be masked."""
+  at = jnp.maximum(slots, 0)
+  return jax.vmap(lambda a, i: a.at[i].get(mode="clip"))(kv, at)
+
+
+def attend(
+    q: Float[Array, "B T N H"], rows: Rows, window: WindowKeys, sink: Float[Array, " N"], *,
+    reach: int, chunk: int, m: int = 0, entries: Entries | None = None,
+    selection: Selection | None = None, same_rows: bool = True, mass: bool = False,
+) -> tuple[Float[Array, "B T N H"], Float[Array, "B T K"] | None]:  # fmt: skip
+  """Joint attention of all rows, a chunk at a time.
+
+  Args:
+    q: rotated queries.
+    rows: of the queries.
+    window: keys; W − 1 slots precede the rows' own.
+    sink: f32 logit per head.
+    reach: window size W.
+    chunk: rows per chunk.
+    m: ratio of the entries.
+    entries: of the KV source.
+    selection: of the index source.
+    same_rows: see `Pass`.
+    mass: also return the head-summed probability of every selected entry.
+  """
+  length, front = q.shape[1], reach - 1
+  size = chunks.chunk_rows(length, chunk, reach)
+  slots = None if selection is None else selection.slots
+  xs = (
+      chunks.split((q, rows, slots), size),
+      chunks.split_overlapping(window, size, front),
+  )
+
+  def of_chunk(x, stop):
+    (q, rows, slots), keys = x
+    seen = window_mask(rows, keys.positions, keys.segments, reach)
+    if slots is None:
+      return joint_attention(q, keys.kv, seen, None, None, sink)[0], None
+    kv = entries.kv
+    if same_rows:
+      kv = kv[:, : -(-stop // m)]
+    c, k = kv.shape[1], slots.shape[-1]
+    if c <= DENSE_ENTRIES_PER_CHOICE * k:
+      out, p = joint_attention(q, keys.kv, seen, kv, selection_mask(slots, c), sink)
+      p = jnp.take_along_axis(p, jnp.clip(slots, 0, c - 1), axis=-1) if mass else None
+    else:
+      chosen = gather_entries(kv, slots)
+      out, p = joint_attention(q, keys.kv, seen, chosen, slots >= 0, sink)
+    return out, jnp.where(slots < 0, 0.0, p) if mass else None
+
+  return chunks.over_chunks(of_chunk, xs, length)
+
+
+def select(
+    queries: Queries, rows: Rows, entries: Entries, *, m: int, k: int, chunk: int,
+    pool: Int[Array, "B T P"] | None = None, blocks: int = 0, block_size: int = 1,
+    same_rows: bool = True,
+) -> tuple[Selection, Int[Array, "B T P"] | None]:  # fmt: skip
+  """Top-K of every row over the visible entries, inside `pool` if given (spec 5).
+
+  With `blocks` the row's candidate pool is chosen from the same scores and returned.
+  """
+  size = chunks.chunk_rows(rows.positions.shape[1], chunk, 1)
+
+  def of_chunk(x, stop):
+    queries, rows, pool = x
+    bound = min(entries.last.shape[1], -(-stop // m)) if same_rows else entries.last.shape[1]
+    keys, last, segments = (a[:, :bound] for a in entries[1:])
+    seen = visible(rows, last, segments)
+    scores = index_scores(queries, keys)
+    starts = None
+    if blocks:
+      starts = pool_top(scores, seen, last, rows.positions, m=m, size=block_size, blocks=blocks)
+      wide = min(blocks, entries.last.shape[1]) - starts.shape[-1]
+      starts = jnp.pad(starts, ((0, 0), (0, 0), (0, wide)), constant_values=-1)
+    if pool is not None:
+      seen = seen & pool_mask(pool, block_starts(last, m, block_size))
+    return top_k(scores, seen, k), starts
+
+  xs = chunks.split((queries, rows, pool), size)
+  return chunks.over_chunks(of_chunk, xs, rows.positions.shape[1])
+
+
+class Attention(nnx.Module):
+  """Projections of one layer, with the compressor and indexer that its mode calls for."""
+
+  def __init__(
+      self, stack: tuple[int, ...], config: ModelConfig, spec: LayerSpec, plan: QuantPlan, *,
+      chunk: int, rngs: nnx.Rngs, dtype,
+  ):  # fmt: skip
+    d, n, h = config.hidden_size, config.num_attention_heads, config.head_dim
+    latent, groups, rank = config.q_lora_rank, config.o_groups, config.o_lora_rank
+    make = dict(rngs=rngs, dtype=dtype)
+    self.config, self.spec, self.plan, self.chunk = config, spec.kind, plan, chunk
+    self.attn_sink = constant((*stack, n), 0.0)
+    self.wq_a = Linear(stack, d, latent, **make)
+    self.q_norm = RMSNorm(stack, latent, config.rms_norm_eps, dtype=dtype)
+    self.wq_b = Linear(stack, latent, n * h, **make)
+    self.wkv = Linear(stack, d, h, **make)
+    self.kv_norm = RMSNorm(stack, h, config.rms_norm_eps, dtype=dtype)
+    self.wo_a = Linear(stack, n * h // groups, groups * rank, **make)
+    self.wo_b = Linear(stack, groups * rank, d, **make)
+    if spec.mode is Mode.FULL:
+      self.compressor = Compressor(stack, config, spec.ratio, **make)
+    if spec.selects:
+      self.indexer = Indexer(stack, config, owns_keys=spec.mode is Mode.FULL, plan=plan, **make)
+
+  def publish(self, x: Float[Array, "B T D"], ctx: Context) -> Entries:
+    """Main KV and index keys of all rows: keys from the latents, then rotation, then rounding."""
+    m = self.spec.ratio
+    groups = group_rows(ctx.rows, m)
+    latents = self.compressor(x, groups)
+    table = rotation(jnp.maximum(groups.last - m + 1, 0), frequencies(self.config, m))
+    keys = self.indexer.keys(jax.lax.stop_gradient(latents), table)
+    kv = fake_quant(rotate(latents, table), self.plan.main_kv, component="main_kv")
+    return Entries(kv, keys, groups.last, groups.segments)
+
+  def window_kv(self, x: Float[Array, "B T D"], table: Rotation) -> Float[Array, "B T H"]:
+    """This layer's window latents: rotated, then rounded."""
+    kv = rotate(self.kv_norm(self.wkv(x)), table)
+    return fake_quant(kv, self.plan.window_kv, component="window_kv")
+
+  def choose(
+      self, x: Float[Array, "B T D"], c_q: Float[Array, "B T L"], ctx: Context, shared: Published,
+      how: Pass,
+  ) -> Published:  # fmt: skip
+    """Publishes this layer's own Top-K, and the pool if it makes one.
+
+    Inputs are detached: only the index loss trains an indexer, and it trains nothing else.
+    """
+    spec, config, entries = self.spec, self.config, shared.entries
+    queries = self.indexer.queries(*jax.lax.stop_gradient((c_q, x)), ctx.tables[1])
+    entries = entries._replace(kv=jax.lax.stop_gradient(entries.kv))
+    if not how.index_loss:
+      queries, entries = jax.lax.stop_gradient((queries, entries))
+    selection, starts = select(
+        queries, ctx.rows, entries, m=spec.ratio, chunk=self.chunk,
+        k=entries.last.shape[1] if how.select_all else config.index_topk,
+        pool=shared.pool if spec.in_pool else None,
+        blocks=config.candidate_topk_blocks if spec.makes_pool else 0,
+        block_size=config.candidate_block_size, same_rows=how.same_rows,
+    )  # fmt: skip
+    return shared._replace(selection=selection, pool=starts if spec.makes_pool else shared.pool)
+
+  def query_latent(self, x: Float[Array, "B T D"]) -> Float[Array, "B T L"]:
+    return self.q_norm(self.wq_a(x))
+
+  def __call__(
+      self, x: Float[Array, "B T D"], c_q: Float[Array, "B T L"], ctx: Context,
+      window: WindowKeys, shared: Published, how: Pass,
+  ) -> tuple[Float[Array, "B T D"], Float[Array, "B T K"] | None]:  # fmt: skip
+    """Attention output of all rows, and the mass on their selected entries (see `attend`)."""
+    n, h, m = self.config.num_attention_heads, self.config.head_dim, self.spec.ratio
+    table = ctx.tables[m > 0]
+    q = rotate(self.wq_b(c_q).reshape(*x.shape[:2], n, h), table)
+    out, mass = attend(
+        q, ctx.rows, window, self.attn_sink[...], reach=self.config.sliding_window,
+        chunk=self.chunk, m=m, entries=shared.entries if m else None,
+        selection=shared.selection if m else None, same_rows=how.same_rows,
+        mass=how.index_loss,
+    )  # fmt: skip
+    return self.project(rotate(out, table, inverse=True)), mass
+
+  def project(self, out: Float[Array, "B T N H"]) -> Float[Array, "B T D"]:
+    """Grouped output projection: Woa on each group of heads, then Wob on all (spec 3.8)."""
+    groups, rank = self.config.o_groups, self.config.o_lora_rank
+    z = out.reshape(*out.shape[:2], groups, -1)
+    wo_a = self.wo_a.weight[...].astype(out.dtype).reshape(groups, rank, -1)
+    z = jnp.einsum("btgi,gri->btgr", z, wo_a)
+    return self.wo_b(z.reshape(*out.shape[:2], -1))

@@ -1,0 +1,154 @@
+"""One layer: optional Engram, attention and MoE, joined by hyper-connections (spec 9)."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from deepseek_jax.config import ModelConfig
+from deepseek_jax.nn import hyper_connections as hc
+from deepseek_jax.nn.attention import Attention, Context, Pass, Published, WindowKeys
+from deepseek_jax.nn.compressor import Entries, visible
+from deepseek_jax.nn.engram import Engram
+from deepseek_jax.nn.indexer import block_starts, index_scores, pool_mask
+from deepseek_jax.nn.layers import RMSNorm, constant, normal
+from deepseek_jax.nn.moe import Balance, MoE
+from deepseek_jax.quant import QuantPlan
+from deepseek_jax.schedule import LayerSpec, Mode
+
+
+class Stream(NamedTuple):
+  """The residual state between layers: M streams, and the coefficients that collapse them (f32)."""
+
+  x: Float[Array, "B T M D"]
+  pre: Float[Array, "B T M"]
+
+
+class LayerOut(NamedTuple):
+  """What a layer reports besides its stream.
+
+  Attributes:
+    balance: of its router.
+    index_loss: Σ over rows of KL(attention mass ‖ index softmax) on the selected entries, or None.
+    trace: dict of intermediate values, or None.
+  """
+
+  balance: Balance
+  index_loss: Float[Array, ""] | None
+  trace: dict[str, Any] | None
+
+
+def index_divergence(
+    mass: Float[Array, "B T K"], scores: Float[Array, "B T K"]
+) -> Float[Array, ""]:
+  """Σ over rows of KL(p ‖ softmax(scores)) over each row's selected entries (spec 14).
+
+  p is the head-summed joint-softmax mass of the entries, renormalised and detached. Rows without
+  entries add nothing.
+  """
+  mass = jax.lax.stop_gradient(mass)
+  total = mass.sum(-1, keepdims=True)
+  p = mass / jnp.where(total > 0, total, 1.0)
+  present = scores > -jnp.inf
+  log_q = jax.nn.log_softmax(jnp.where(present, scores, -1e30), axis=-1)
+  log_p = jnp.log(jnp.where(p > 0, p, 1.0))
+  return jnp.sum(jnp.where(present, p * (log_p - log_q), 0.0))
+
+
+class Block(nnx.Module):
+  """A run of equal layers, parameters stacked on a leading axis; called on one layer's slice."""
+
+  def __init__(
+      self, stack: tuple[int, ...], config: ModelConfig, spec: LayerSpec, plan: QuantPlan, *,
+      chunk: int, rngs: nnx.Rngs, dtype,
+  ):  # fmt: skip
+    m, d = config.hc_mult, config.hidden_size
+    self.config, self.spec = config, spec.kind
+    if spec.engram is not None:
+      self.engram = Engram(stack, config, spec.engram, rngs=rngs, dtype=dtype)
+    self.attn_norm = RMSNorm(stack, d, config.rms_norm_eps, dtype=dtype)
+    self.attn = Attention(stack, config, spec, plan, chunk=chunk, rngs=rngs, dtype=dtype)
+    self.ffn_norm = RMSNorm(stack, d, config.rms_norm_eps, dtype=dtype)
+    self.ffn = MoE(stack, config, rngs=rngs, dtype=dtype)
+    z = (2 + m) * m
+    # Unpublished initialisation; this one starts every site near equal mixing (N(0, 0.02²), a = 1).
+    self.hc_attn_fn = normal(rngs, (*stack, z, m * d), 0.02, jnp.float32)
+    self.hc_attn_base = constant((*stack, z), 0.0)
+    self.hc_attn_scale = constant((*stack, 3), 1.0)
+    self.hc_ffn_fn = normal(rngs, (*stack, z, m * d), 0.02, jnp.float32)
+    self.hc_ffn_base = constant((*stack, z), 0.0)
+    self.hc_ffn_scale = constant((*stack, 3), 1.0)
+
+  def _coefficients(self, x: Float[Array, "B T M D"], site: str) -> hc.Coefficients:
+    fn, base, scale = (getattr(self, f"hc_{site}_{part}")[...] for part in ("fn", "base", "scale"))
+    c = self.config
+    return hc.coefficients(
+        x, fn, scale, base, iterations=c.hc_sinkhorn_iters, eps=c.hc_eps, norm_eps=c.rms_norm_eps
+    )
+
+  def remember(self, s: Stream, ngrams: Int[Array, "B T n"]) -> Stream:
+    """The stream after this layer's Engram; comes before `publish` and the call."""
+    return s._replace(x=self.engram(s.x, ngrams))
+
+  def publish(self, s: Stream, ctx: Context) -> Entries:
+    """Main KV and index keys of all rows, from the stream that enters this Full layer.
+
+    For the decoder's source this is the encoder's output: it needs no decoder row (spec 6).
+    """
+    return self.attn.publish(self.attn_norm(hc.collapse(s.x, s.pre)), ctx)
+
+  def __call__(
+      self, s: Stream, ctx: Context, past: WindowKeys, shared: Published, how: Pass
+  ) -> tuple[Stream, Published, LayerOut]:
+    """The layer on its rows.
+
+    Args:
+      s: stream after Engram.
+      ctx: of the rows.
+      past: window keys of the W − 1 slots before the rows (segment 0 where there are none).
+      shared: entries to read; this layer adds the selection it makes.
+      how: static facts of the pass.
+    """
+    at_attn = self._coefficients(s.x, "attn")
+    x = self.attn_norm(hc.collapse(s.x, s.pre))
+    c_q = self.attn.query_latent(x)
+    if self.spec.selects:
+      shared = self.attn.choose(x, c_q, ctx, shared, how)
+    own = self.attn.window_kv(x, ctx.tables[self.spec.ratio > 0])
+    window = WindowKeys(
+        jnp.concatenate([past.kv.astype(own.dtype), own], 1),
+        jnp.concatenate([past.positions, ctx.rows.positions], 1),
+        jnp.concatenate([past.segments, ctx.rows.segments], 1),
+    )
+    y, mass = self.attn(x, c_q, ctx, window, shared, how)
+    middle = hc.expand(y, s.x, at_attn)
+    at_ffn = self._coefficients(middle, "ffn")
+    y, balance = self.ffn(
+        self.ffn_norm(hc.collapse(middle, at_attn.pre)), ctx.rows.segments > 0
+    )
+    out = Stream(hc.expand(y, middle, at_ffn), at_ffn.pre)
+    loss = None
+    if how.index_loss:
+      loss = index_divergence(mass, shared.selection.scores) if self.spec.ratio else jnp.zeros(())
+    trace = self._trace(out, x, c_q, ctx, own, shared) if how.trace else None
+    return out, shared, LayerOut(balance, loss, trace)
+
+  def _trace(self, out, x, c_q, ctx, own, shared) -> dict[str, Any]:
+    """Intermediate values under the names of the golden captures; index scores masked as there."""
+    trace = dict(x_out=out.x, pre_out=out.pre, window_kv=own)
+    if self.spec.mode is Mode.FULL:
+      trace.update(entries=shared.entries)
+    if self.spec.ratio:
+      trace.update(topk=shared.selection.slots)
+    if self.spec.selects:
+      e, c = shared.entries, self.config
+      seen = visible(ctx.rows, e.last, e.segments)
+      if shared.pool is not None and (self.spec.makes_pool or self.spec.in_pool):
+        inside = pool_mask(shared.pool, block_starts(e.last, self.spec.ratio, c.candidate_block_size))
+        trace.update(candidates=inside)
+        seen = seen & inside if self.spec.in_pool else seen
+      scores = index_scores(self.attn.indexer.queries(c_q, x, ctx.tables[1]), e.index_keys)
+      trace.update(index_scores=jnp.where(seen, scores, -jnp.inf))
+    return trace

@@ -1,0 +1,71 @@
+"""Query rows in chunks: the scores of one chunk exist at a time, so memory grows linearly with T."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+# A row sees no slot behind its own, so later rows alone need late entries. Cutting the chunks into
+# two bands, each with its own static bound on the entries, saves a quarter of the scores for twice
+# the code; four bands would save three eighths.
+BANDS = 2
+
+
+def chunk_rows(length: int, chunk: int, window: int) -> int:
+  """Rows per chunk: all of a short input; never fewer than the window reaches back."""
+  return length if length <= chunk else max(chunk, window - 1)
+
+
+def split(tree: Any, size: int) -> Any:
+  """Arrays [B, T, ...] as [n, B, size, ...]; the last chunk is padded with zeros (segment 0)."""
+
+  def one(a):
+    n = -(-a.shape[1] // size)
+    a = jnp.pad(a, ((0, 0), (0, n * size - a.shape[1])) + ((0, 0),) * (a.ndim - 2))
+    return jnp.moveaxis(a.reshape(a.shape[0], n, size, *a.shape[2:]), 1, 0)
+
+  return jax.tree.map(one, tree)
+
+
+def split_overlapping(tree: Any, size: int, front: int) -> Any:
+  """Arrays [B, front + T, ...] as [n, B, front + size, ...]: chunk c starts `front` before its rows."""
+
+  def one(a):
+    own = split(a[:, front:], size)
+    n = own.shape[0]
+    if n == 1:
+      before = a[None, :, :front]
+    else:
+      before = split(a[:, : n * size], size)[:, :, :front]
+    return jnp.concatenate([before, own], axis=2)
+
+  return jax.tree.map(one, tree)
+
+
+def over_chunks(fn: Callable[[Any, int], Any], xs: Any, length: int) -> Any:
+  """fn over chunks, joined to [B, length, ...].
+
+  Args:
+    fn: (chunk arrays, stop) → arrays [B, size, ...]; `stop` is a static bound on the row indices of
+      the chunk. Recomputed in the backward pass.
+    xs: chunk arrays from `split`, all with one leading axis and rows on axis 2 of the first.
+    length: rows before padding.
+  """
+  n, _, size = jax.tree.leaves(xs)[0].shape[:3]
+  if n == 1:
+    out = fn(jax.tree.map(lambda a: a[0], xs), length)
+    return jax.tree.map(lambda a: a[:, :length], out)
+  edges = [round(i * n / BANDS) for i in range(BANDS + 1)]
+  parts = []
+  for lo, hi in zip(edges[:-1], edges[1:]):
+    if lo == hi:
+      continue
+    body = jax.checkpoint(lambda x, stop=hi * size: fn(x, stop))
+    parts.append(jax.lax.map(body, jax.tree.map(lambda a, lo=lo, hi=hi: a[lo:hi], xs)))
+
+  def join(*arrays):
+    a = jnp.moveaxis(jnp.concatenate(arrays), 0, 1)
+    return a.reshape(a.shape[0], n * size, *a.shape[3:])[:, :length]
+
+  return jax.tree.map(join, *parts)

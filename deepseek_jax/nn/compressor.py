@@ -1,0 +1,90 @@
+"""Token groups → global entries (spec 4): m = 1 copies a latent, m > 1 pools a group with a gate."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int
+
+from deepseek_jax.config import ModelConfig
+from deepseek_jax.nn.layers import Linear, RMSNorm
+from deepseek_jax.nn.rows import Rows
+
+
+class Entries(NamedTuple):
+  """Global entries of one KV source, as later layers read them.
+
+  Attributes:
+    kv: main KV, rotated at the group's first token and rounded to the cache format.
+    index_keys: rotated and rounded likewise.
+    last: position of the group's last token; entry j of ratio m has last = j·m + m − 1.
+    segments: document of the entry; 0 marks a slot without an entry.
+  """
+
+  kv: Float[Array, "B C H"]
+  index_keys: Float[Array, "B C J"]
+  last: Int[Array, "B C"]
+  segments: Int[Array, "B C"]
+
+
+class Groups(NamedTuple):
+  """Where the entries of a set of rows lie: slot c is filled by rows `members[:, c]`."""
+
+  members: Int[Array, "B C m"]
+  last: Int[Array, "B C"]
+  segments: Int[Array, "B C"]
+
+
+def group_rows(rows: Rows, m: int) -> Groups:
+  """The complete groups of `rows`, restarting with every document; C = ⌈T/m⌉.
+
+  A group ends at a writing row of position ≡ m − 1 whose m − 1 predecessors are rows of the same
+  document. Ends of one row array are at least m apart, so end t owns slot t // m: slots ascend with
+  rows, and a row t can only see slots up to t // m.
+  """
+  positions, segments = rows.positions, rows.segments
+  batch, length = positions.shape
+  slots = -(-length // m)
+  before = jnp.pad(segments, ((0, 0), (m - 1, 0)))[:, :length]
+  ends = rows.writes & (segments > 0) & (positions % m == m - 1) & (before == segments)
+  ends = jnp.pad(ends, ((0, 0), (0, slots * m - length))).reshape(batch, slots, m)
+  last_row = jnp.arange(slots) * m + jnp.argmax(ends, axis=-1)
+  filled = ends.any(-1)
+  members = jnp.clip(last_row[..., None] - m + 1 + jnp.arange(m), 0, length - 1)
+  last_row = jnp.minimum(last_row, length - 1)
+  return Groups(
+      members,
+      jnp.take_along_axis(positions, last_row, axis=1),
+      jnp.where(filled, jnp.take_along_axis(segments, last_row, axis=1), 0),
+  )
+
+
+def visible(rows: Rows, last: Int[Array, "B C"], segments: Int[Array, "B C"]) -> Bool[Array, "B T C"]:
+  """Entries a row may see: of its document, complete at its position (j < ⌊(i + 1)/m⌋)."""
+  same = (segments[:, None, :] == rows.segments[..., None]) & (segments > 0)[:, None, :]
+  return same & (last[:, None, :] <= rows.positions[..., None])
+
+
+class Compressor(nnx.Module):
+  """Latents of the groups, before rotation and rounding."""
+
+  def __init__(self, stack: tuple[int, ...], config: ModelConfig, m: int, *, rngs: nnx.Rngs, dtype):
+    self.m = m
+    self.wkv = Linear(stack, config.hidden_size, config.head_dim, rngs=rngs, dtype=dtype)
+    if m > 1:
+      self.wgate = Linear(stack, config.hidden_size, config.head_dim, rngs=rngs, dtype=dtype)
+    self.norm = RMSNorm(stack, config.head_dim, config.rms_norm_eps, dtype=dtype)
+
+  def __call__(self, x: Float[Array, "B T D"], groups: Groups) -> Float[Array, "B C H"]:
+    if self.m == 1:
+      return self.norm(self.wkv(x))
+    v = x.astype(jnp.float32)  # pooled in f32: spec 4
+
+    def of_groups(a):
+      flat = groups.members.reshape(a.shape[0], -1, 1)
+      return jnp.take_along_axis(a, flat, axis=1).reshape(*groups.members.shape, -1)
+
+    gate = jax.nn.softmax(of_groups(self.wgate(v)), axis=2)
+    pooled = jnp.sum(gate * of_groups(self.wkv(v)), axis=2)
+    return self.norm(pooled.astype(x.dtype))

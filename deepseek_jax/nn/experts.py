@@ -1,0 +1,146 @@
+"""Routed experts over rows grouped by expert, without dropping any (spec 10).
+
+Assignments are sorted by expert and every expert's rows padded to whole blocks, so that a loop over
+the blocks in use multiplies each by its expert's matrices. `jax.lax.ragged_dot`, the other way,
+does the work of every expert on every row when compiled for a CPU.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+
+class ExpertWeights(NamedTuple):
+  w1: Float[Array, "E F D"]
+  w2: Float[Array, "E D F"]
+  w3: Float[Array, "E F D"]
+
+
+class Blocks(NamedTuple):
+  """Layout of the assignments in blocks of b slots, each block of one expert.
+
+  `slot` sends an assignment to its slot, `row` a slot to its row; slots that hold no assignment
+  have `used` false. `expert` is the block's expert; `count` is the number of blocks in use.
+  """
+
+  slot: Int[Array, "R X"]
+  row: Int[Array, "S"]
+  used: Float[Array, "S"]
+  expert: Int[Array, "n"]
+  count: Int[Array, ""]
+
+
+def block_size(assignments: int, experts: int) -> int:
+  """Half the mean load as a power of two within 8..128: padding costs half a block an expert."""
+  return int(min(128, max(8, 2 ** ((assignments // experts // 2).bit_length()))))
+
+
+def group(ids: Int[Array, "R X"], experts: int, b: int) -> Blocks:
+  """Blocks of b slots for assignments to `ids`; an id equal to `experts` is no assignment."""
+  rows, x = ids.shape
+  n = rows * x // b + experts
+  flat = ids.reshape(-1)
+  order = jnp.argsort(flat, stable=True)
+  load = jnp.zeros(experts + 1, jnp.int32).at[flat].add(1)
+  first = jnp.cumsum(load) - load
+  blocks = -(-load[:-1] // b)
+  block_end = jnp.cumsum(blocks)
+  block_first = jnp.append(block_end - blocks, n)
+  place = jnp.zeros(rows * x, jnp.int32).at[order].set(jnp.arange(rows * x, dtype=jnp.int32))
+  slot = jnp.where(flat < experts, block_first[flat] * b + place - first[flat], n * b)
+  expert = jnp.minimum(jnp.searchsorted(block_end, jnp.arange(n), side="right"), experts - 1)
+  s = jnp.arange(n * b)
+  of = expert[s // b]
+  rank = s - block_first[of] * b
+  used = (rank < load[of]) & (s // b < block_end[-1])
+  row = order[jnp.where(used, first[of] + rank, 0)] // x
+  return Blocks(slot.reshape(rows, x), row, used.astype(jnp.float32), expert, block_end[-1])
+
+
+def _slice(a: Array, i: Array, b: int) -> Array:
+  return lax.dynamic_slice_in_dim(a, i * b, b)
+
+
+def _pick(a: Array, i: Array) -> Array:
+  return lax.dynamic_index_in_dim(a, i, keepdims=False)
+
+
+def swiglu(g: Array, u: Array, limit: float) -> Array:
+  """silu(g) · u in f32 with the released clamps: g from above, u from both sides; limit 0 is none."""
+  g, u = g.astype(jnp.float32), u.astype(jnp.float32)
+  if limit:
+    g, u = jnp.minimum(g, limit), jnp.clip(u, -limit, limit)
+  return jax.nn.silu(g) * u
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def expert_sum(
+    limit: float, b: int, x: Float[Array, "R D"], weights: Float[Array, "R X"],
+    ids: Int[Array, "R X"], w: ExpertWeights,
+) -> Float[Array, "R D"]:  # fmt: skip
+  """Σ_x weights · expert(x) over each row's experts; f32, the routing weight applied before w2."""
+  return _forward(limit, b, x, weights, ids, w)[0]
+
+
+def _forward(limit, b, x, weights, ids, w):
+  at = group(ids, w.w1.shape[0], b)
+  scale = jnp.zeros(at.row.shape[0] + 1).at[at.slot].set(weights)[:-1] * at.used
+  f = w.w1.shape[1]
+
+  def block(i, state):
+    y, g, u = state
+    e = _pick(at.expert, i)
+    rows = x[_slice(at.row, i, b)]
+    gi, ui = rows @ _pick(w.w1, e).T, rows @ _pick(w.w3, e).T
+    h = swiglu(gi, ui, limit) * _slice(scale, i, b)[:, None]
+    yi = h.astype(x.dtype) @ _pick(w.w2, e).T
+    put = lambda a, v: lax.dynamic_update_slice_in_dim(a, v, i * b, 0)
+    return put(y, yi), put(g, gi), put(u, ui)
+
+  slots = at.row.shape[0]
+  y = jnp.zeros((slots + 1, x.shape[1]), x.dtype)
+  g = jnp.zeros((slots, f), x.dtype)
+  y, g, u = lax.fori_loop(0, at.count, block, (y, g, g))
+  return _combine(y, at.slot), (x, at, scale, w, g, u)
+
+
+def _combine(y: Float[Array, "S1 D"], slot: Int[Array, "R X"]) -> Float[Array, "R D"]:
+  """Sum of each row's slots in f32; the slot past the end holds zeros."""
+  return sum(y[slot[:, k]].astype(jnp.float32) for k in range(slot.shape[1]))
+
+
+def _backward(limit, b, saved, dout):
+  x, at, scale, w, g, u = saved
+
+  def block(i, state):
+    dx, dscale, dw1, dw2, dw3 = state
+    e = _pick(at.expert, i)
+    row, si = _slice(at.row, i, b), _slice(scale, i, b)[:, None]
+    rows = x[row]
+    act, pull = jax.vjp(lambda g, u: swiglu(g, u, limit), _slice(g, i, b), _slice(u, i, b))
+    dy = (dout[row] * _slice(at.used, i, b)[:, None]).astype(x.dtype)
+    dh = (dy @ _pick(w.w2, e)).astype(jnp.float32)
+    dg, du = pull(dh * si)
+    put = lambda a, v: lax.dynamic_update_slice_in_dim(a, v, i * b, 0)
+    add = lambda a, v: lax.dynamic_update_index_in_dim(a, _pick(a, e) + v, e, 0)
+    return (
+        put(dx, dg @ _pick(w.w1, e) + du @ _pick(w.w3, e)),
+        put(dscale, jnp.sum(dh * act, axis=-1)),
+        add(dw1, dg.T @ rows),
+        add(dw2, dy.T @ (act * si).astype(x.dtype)),
+        add(dw3, du.T @ rows),
+    )
+
+  slots = at.row.shape[0]
+  zeros = jax.tree.map(jnp.zeros_like, w)
+  state = (jnp.zeros((slots + 1, x.shape[1]), x.dtype), jnp.zeros(slots + 1), *zeros)
+  dx, dscale, dw1, dw2, dw3 = lax.fori_loop(0, at.count, block, state)
+  dx = _combine(dx, at.slot).astype(x.dtype)
+  return dx, dscale[at.slot], None, ExpertWeights(dw1, dw2, dw3)
+
+
+expert_sum.defvjp(_forward, _backward)

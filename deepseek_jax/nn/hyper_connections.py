@@ -1,0 +1,79 @@
+"""Single-pass manifold-constrained hyper-connections (spec 9): M residual streams and their mixing.
+
+Every collapse uses the coefficients of the sub-layer before; `post` and `mix` are the current ones.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+
+class Coefficients(NamedTuple):
+  """f32. `pre` collapses the streams for the next sub-layer, `post` and `mix` write this one's."""
+
+  pre: Float[Array, "B T M"]
+  post: Float[Array, "B T M"]
+  mix: Float[Array, "B T M M"]
+
+
+def sinkhorn(logits: Float[Array, "M M ..."], iterations: int, eps: float) -> Float[Array, "M M ..."]:
+  """Softmax over the second axis, then alternating column and row normalisation, columns last.
+
+  Matrices lie on the leading axes so that tokens fill the vector lanes. With large logits twenty
+  rounds do not converge: the result is not doubly stochastic, as released.
+  """
+  m = jax.nn.softmax(logits, axis=1) + eps
+  m = m / (m.sum(0, keepdims=True) + eps)
+
+  def round_(m, _):
+    m = m / (m.sum(1, keepdims=True) + eps)
+    return m / (m.sum(0, keepdims=True) + eps), None
+
+  return jax.lax.scan(round_, m, None, length=iterations - 1)[0]
+
+
+def mixing(
+    z: Float[Array, "B T Z"], scale: Float[Array, "3"], base: Float[Array, " Z"], *,
+    streams: int, iterations: int, eps: float,
+) -> Coefficients:  # fmt: skip
+  """Coefficients from the projected logits z (Z = (2 + M)·M)."""
+  m = streams
+  z = jnp.moveaxis(z, -1, 0)
+  at = base[:, None, None]
+  pre = jax.nn.sigmoid(z[:m] * scale[0] + at[:m]) + eps
+  post = 2 * jax.nn.sigmoid(z[m : 2 * m] * scale[1] + at[m : 2 * m])
+  mix = (z[2 * m :] * scale[2] + at[2 * m :]).reshape(m, m, *z.shape[1:])
+  mix = sinkhorn(mix, iterations, eps)
+  return Coefficients(
+      jnp.moveaxis(pre, 0, -1), jnp.moveaxis(post, 0, -1), jnp.moveaxis(mix, (0, 1), (-2, -1))
+  )
+
+
+def coefficients(
+    x: Float[Array, "B T M D"], fn: Float[Array, "Z MD"], scale: Float[Array, "3"],
+    base: Float[Array, " Z"], *, iterations: int, eps: float, norm_eps: float,
+) -> Coefficients:  # fmt: skip
+  """Coefficients of one site: projection of all streams together, then one RMS over them (f32)."""
+  v = x.astype(jnp.float32).reshape(*x.shape[:2], -1)
+  r = jax.lax.rsqrt(jnp.mean(v * v, axis=-1, keepdims=True) + norm_eps)
+  z = jnp.einsum("btk,zk->btz", v, fn) * r
+  return mixing(z, scale, base, streams=x.shape[2], iterations=iterations, eps=eps)
+
+
+def collapse(x: Float[Array, "B T M D"], pre: Float[Array, "B T M"]) -> Float[Array, "B T D"]:
+  """Σ_c pre_c X_c in f32, in the streams' dtype."""
+  total = sum(pre[..., c, None] * x[..., c, :].astype(jnp.float32) for c in range(x.shape[2]))
+  return total.astype(x.dtype)
+
+
+def expand(
+    y: Float[Array, "B T D"], x: Float[Array, "B T M D"], c: Coefficients
+) -> Float[Array, "B T M D"]:
+  """X_k ← post_k y + Σ_j mix[j, k] X_j: the mix is summed over its first index."""
+  v = x.astype(jnp.float32)
+  total = c.post[..., None] * y.astype(jnp.float32)[..., None, :]
+  for j in range(x.shape[2]):
+    total = total + c.mix[..., j, :, None] * v[..., j, None, :]
+  return total.astype(x.dtype)

@@ -1,0 +1,126 @@
+"""Mixture of experts with auxiliary-free balancing and the sequence balance loss (spec 10)."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int
+
+from deepseek_jax.config import ModelConfig
+from deepseek_jax.nn import experts
+from deepseek_jax.nn.layers import Linear, constant, normal
+
+
+class Routing(NamedTuple):
+  """f32 weights and ids of the chosen experts, and every expert's affinity."""
+
+  weights: Float[Array, "B T X"]
+  ids: Int[Array, "B T X"]
+  affinities: Float[Array, "B T E"]
+
+
+class Balance(NamedTuple):
+  """What balancing needs of one layer.
+
+  Attributes:
+    load: tokens each expert received, padding left out.
+    loss: Σ over lines of (tokens · Σ_e f_e P_e); divide by the number of tokens.
+  """
+
+  load: Float[Array, " E"]
+  loss: Float[Array, ""]
+
+
+class Gate(nnx.Module):
+  """Router. `bias` steers the choice alone and is moved by the load, never by a gradient.
+
+  `bias_vl` serves tokens inside image spans; text leaves it untouched.
+  """
+
+  def __init__(self, stack: tuple[int, ...], config: ModelConfig, *, rngs: nnx.Rngs, dtype):
+    e = config.n_routed_experts
+    self.weight = normal(rngs, (*stack, e, config.hidden_size), config.hidden_size**-0.5, dtype)
+    self.bias = constant((*stack, e), 0.0)
+    self.bias_vl = constant((*stack, e), 0.0)
+    self.active, self.scale = config.num_experts_per_tok, config.routed_scaling_factor
+
+  def __call__(self, x: Float[Array, "B T D"]) -> Routing:
+    z = jnp.einsum("btd,ed->bte", x.astype(jnp.float32), self.weight[...].astype(jnp.float32))
+    # softplus underflows below z = −87, where the slope of the root is infinite.
+    s = jnp.sqrt(jnp.maximum(jax.nn.softplus(z), jnp.finfo(jnp.float32).tiny))
+    ids = jax.lax.top_k(jax.lax.stop_gradient(s + self.bias[...]), self.active)[1]
+    weights = jnp.take_along_axis(s, ids, axis=-1)
+    if self.active > 1:
+      weights = weights / (weights.sum(-1, keepdims=True) + 1e-20)
+    return Routing(weights * self.scale, ids, s)
+
+
+def balance(routing: Routing, valid: Bool[Array, "B T"]) -> Balance:
+  """Load and sequence balance loss over valid rows; a line of the batch is one sequence.
+
+  f_e is the share of the line's assignments at expert e times E, P_e the mean normalised affinity
+  (the report names the loss; the formula is the one of DeepSeek-V3).
+  """
+  lines, _, count_experts = routing.affinities.shape
+  active = routing.ids.shape[-1]
+  mask = valid.astype(jnp.float32)
+  line = jnp.arange(lines)[:, None, None]
+  load = jnp.zeros((lines, count_experts)).at[line, routing.ids].add(mask[..., None])
+  count = mask.sum(-1, keepdims=True)
+  share = load * count_experts / (active * jnp.maximum(count, 1))
+  p = routing.affinities / routing.affinities.sum(-1, keepdims=True)
+  mean_p = jnp.einsum("bte,bt->be", p, mask) / jnp.maximum(count, 1)
+  return Balance(load.sum(0), jnp.sum(count * share * mean_p))
+
+
+class Experts(nnx.Module):
+  """The routed bank: w1, w3 [E, F, D] and w2 [E, D, F]."""
+
+  def __init__(self, stack: tuple[int, ...], config: ModelConfig, *, rngs: nnx.Rngs, dtype):
+    stack = (*stack, config.n_routed_experts)
+    d, f = config.hidden_size, config.moe_intermediate_size
+    self.w1 = Linear(stack, d, f, rngs=rngs, dtype=dtype)
+    self.w2 = Linear(stack, f, d, rngs=rngs, dtype=dtype)
+    self.w3 = Linear(stack, d, f, rngs=rngs, dtype=dtype)
+
+  def weights(self, dtype) -> experts.ExpertWeights:
+    return experts.ExpertWeights(*(w.weight[...].astype(dtype) for w in (self.w1, self.w2, self.w3)))
+
+
+class SharedExpert(nnx.Module):
+  """One expert that every token visits with weight 1."""
+
+  def __init__(self, stack: tuple[int, ...], config: ModelConfig, *, rngs: nnx.Rngs, dtype):
+    d, f = config.hidden_size, config.moe_intermediate_size
+    self.w1 = Linear(stack, d, f, rngs=rngs, dtype=dtype)
+    self.w2 = Linear(stack, f, d, rngs=rngs, dtype=dtype)
+    self.w3 = Linear(stack, d, f, rngs=rngs, dtype=dtype)
+    self.limit = config.swiglu_limit
+
+  def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+    return self.w2(experts.swiglu(self.w1(x), self.w3(x), self.limit).astype(x.dtype))
+
+
+class MoE(nnx.Module):
+  """Routed sum plus shared expert, in f32, then the input's dtype."""
+
+  def __init__(self, stack: tuple[int, ...], config: ModelConfig, *, rngs: nnx.Rngs, dtype):
+    self.gate = Gate(stack, config, rngs=rngs, dtype=dtype)
+    self.experts = Experts(stack, config, rngs=rngs, dtype=dtype)
+    self.shared_experts = SharedExpert(stack, config, rngs=rngs, dtype=dtype)
+    self.limit = config.swiglu_limit
+
+  def __call__(
+      self, x: Float[Array, "B T D"], valid: Bool[Array, "B T"]
+  ) -> tuple[Float[Array, "B T D"], Balance]:
+    routing = self.gate(x)
+    count = routing.affinities.shape[-1]
+    ids = jnp.where(valid[..., None], routing.ids, count)  # padding visits no expert
+    flat = lambda a: a.reshape(-1, a.shape[-1])
+    b = experts.block_size(ids.size, count)
+    routed = experts.expert_sum(
+        self.limit, b, flat(x), flat(routing.weights), flat(ids), self.experts.weights(x.dtype)
+    )
+    out = routed.reshape(x.shape) + self.shared_experts(x).astype(jnp.float32)
+    return out.astype(x.dtype), balance(routing, valid)

@@ -1,0 +1,63 @@
+"""Rotary embedding with the two released tables (spec 3): plain for window layers, YaRN elsewhere."""
+
+import math
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from deepseek_jax.config import ModelConfig
+
+
+class Rotation(NamedTuple):
+  """cos and sin of position · frequency, one column a channel pair."""
+
+  cos: Float[Array, "B T R2"]
+  sin: Float[Array, "B T R2"]
+
+
+def frequencies(config: ModelConfig, ratio: int) -> np.ndarray:
+  """f32 [R/2] angle per position of each channel pair, for layers of compression `ratio`.
+
+  Ratio 0 uses `rope_theta` alone. Others use `compress_rope_theta` with YaRN: pairs below `low`
+  keep their frequency, above `high` it is divided by the factor, with a ramp between. There is no
+  magnitude factor.
+  """
+  width = config.qk_rope_head_dim
+  theta = config.compress_rope_theta if ratio else config.rope_theta
+  exponent = np.arange(0, width, 2, dtype=np.float32) / np.float32(width)
+  plain = (np.float32(1.0) / np.float32(theta) ** exponent).astype(np.float32)
+  if ratio == 0:
+    return plain
+  yarn = config.rope_scaling
+
+  def correction(rotations: float) -> float:
+    span = yarn.original_max_position_embeddings / (rotations * 2 * math.pi)
+    return width * math.log(span) / (2 * math.log(theta))
+
+  low = max(math.floor(correction(yarn.beta_fast)), 0)
+  high = min(math.ceil(correction(yarn.beta_slow)), width - 1)
+  ramp = (np.arange(width // 2, dtype=np.float32) - low) / max(high - low, 1e-3)
+  ramp = np.clip(ramp, 0, 1).astype(np.float32)
+  return (plain / np.float32(yarn.factor) * ramp + plain * (1 - ramp)).astype(np.float32)
+
+
+def rotation(positions: Int[Array, "B T"], freqs: np.ndarray) -> Rotation:
+  """The table rows at `positions`. The angle is an f32 product, as released (golden README, rope/)."""
+  angle = positions.astype(jnp.float32)[..., None] * freqs
+  return Rotation(jnp.cos(angle), jnp.sin(angle))
+
+
+def rotate(x: Float[Array, "B T ... H"], table: Rotation, *, inverse: bool = False) -> Float[Array, "B T ... H"]:
+  """Rotates the last R channels of x as adjacent pairs, in f32; `inverse` turns back (conjugate)."""
+  width = 2 * table.cos.shape[-1]
+  shape = table.cos.shape[:2] + (1,) * (x.ndim - 3) + (width // 2,)
+  cos, sin = table.cos.reshape(shape), table.sin.reshape(shape)
+  if inverse:
+    sin = -sin
+  pairs = x[..., -width:].astype(jnp.float32).reshape(*x.shape[:-1], width // 2, 2)
+  even, odd = pairs[..., 0], pairs[..., 1]
+  turned = jnp.stack([even * cos - odd * sin, even * sin + odd * cos], axis=-1)
+  turned = turned.reshape(*x.shape[:-1], width).astype(x.dtype)
+  return jnp.concatenate([x[..., :-width], turned], axis=-1)

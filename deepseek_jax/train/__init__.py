@@ -1,0 +1,1 @@
+"""Training: data, loss, optimizer, step and loop."""

@@ -1,0 +1,1 @@
+"""TPU kernels and their jnp definitions; knows nothing of the model."""

@@ -1,0 +1,1 @@
+"""Block quantisers of the KV caches and decoders of the released weights."""

@@ -1,0 +1,41 @@
+"""Settings and fixtures of the whole suite."""
+
+import os
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import pathlib
+import types
+
+import jax
+import numpy as np
+import pytest
+
+jax.config.update("jax_numpy_rank_promotion", "raise")
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+
+_GOLDEN = pathlib.Path(__file__).parent / "golden"
+
+
+@pytest.fixture
+def standard_promotion():
+  """Lets dtypes promote for one test: optax's Adam and Muon divide by an integer step count."""
+  with jax.numpy_dtype_promotion("standard"):
+    yield
+
+
+@pytest.fixture(scope="session")
+def golden():
+  """Returns `golden(name)`: the arrays of `tests/golden/{name}.npz`, read once and read-only."""
+  loaded = {}
+
+  def load(name):
+    if name not in loaded:
+      with np.load(_GOLDEN / f"{name}.npz") as file:
+        arrays = dict(file)
+      for array in arrays.values():
+        array.flags.writeable = False
+      loaded[name] = types.MappingProxyType(arrays)
+    return loaded[name]
+
+  return load
