@@ -191,7 +191,8 @@ def orthogonalize(x: jax.Array) -> jax.Array:
     return a * x + (b * gram + c * (gram @ gram)) @ x, None
 
   # Scanned, not unrolled: 200 leaves compile in 4 s instead of 21-26 s and run no slower (2 cores).
-  # One batch for all leaves of equal shape gained nothing on small models and lost on larger ones.
+  # One batch for all leaves of equal shape: 10 ms against 13 ms at 0.6 M parameters, but 2.3 s
+  # against 0.8 s at 22 M.
   x, _ = jax.lax.scan(step, x, np.asarray(NEWTON_SCHULZ, np.float32))
   return x.mT if tall else x
 

@@ -1,13 +1,13 @@
 """Laws of the block formats and the released bytes they must reproduce."""
 
 import chex
-from hypothesis import given, settings
-from hypothesis import strategies as st
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from pallas_kernels import dispatch
 from pallas_kernels.quantize import op

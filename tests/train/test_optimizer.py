@@ -240,9 +240,9 @@ def test_balance_masks_rows_far_below_the_mean():
   x[0] = 0.0
   x[1] = 2e-4
   x[2] = 2e-3
-  y = opt.balance(jnp.asarray(x))
-  np.testing.assert_array_equal(y[:2], 0.0)
-  np.testing.assert_allclose(y[2:], 1.0, rtol=1e-5)
+  y = opt.balance(jnp.asarray([x, 1e6 * x]))
+  np.testing.assert_array_equal(y[:, :2], 0.0)
+  np.testing.assert_allclose(y[:, 2:], 1.0, rtol=1e-5)
 
 
 def test_balanced_tables_have_the_update_rms_of_muon():
@@ -335,7 +335,7 @@ def test_frozen_parameters_are_untouched_bitwise_and_have_no_state():
 def test_router_bias_moves_against_the_load_and_only_by_its_own_rule():
   tx, update, initial = optimizer(False, clip_norm=1.0)
   state, params = tx.init(initial), initial
-  load = jnp.asarray([[90, 5, 1], [32, 32, 32]], jnp.int32)
+  load = jnp.asarray([[90, 5, 1], [700, 700, 700]], jnp.int32)
   start = np.asarray(params["runs"]["0"]["ffn"]["gate"]["bias"])
   bias = jnp.asarray(start)
   for step in range(100):
@@ -418,7 +418,9 @@ def test_state_and_parameters_can_be_donated(jit_init):
     return optax.apply_updates(params, result), state
 
   for seed in (23, 24):
+    given = jax.tree.leaves((params, state))
     params, state = step(params, state, few(seed))
+    assert all(x.is_deleted() for x in given)
   assert all(np.all(np.isfinite(x)) for x in jax.tree.leaves((params, state)))
 
 
