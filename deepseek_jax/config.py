@@ -231,7 +231,6 @@ class ComputeConfig:
   remat: str = "none"
   scan_layers: bool = True
   row_chunk: int = 128
-  use_pool: bool = True
 
   def __post_init__(self):
     for name in ("dtype", "param_dtype"):

@@ -10,22 +10,18 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from deepseek_jax.config import ModelConfig
 from deepseek_jax.nn import chunks
 from deepseek_jax.nn.compressor import Compressor, Entries, group_rows, visible
 from deepseek_jax.nn.indexer import Indexer, Queries, Selection, block_starts, index_scores, pool_mask, pool_top, top_k
+from deepseek_jax.nn.joint_attention import Reach, WindowKeys, attend
 from deepseek_jax.nn.layers import Linear, RMSNorm, constant
 from deepseek_jax.nn.rope import Rotation, frequencies, rotate, rotation
 from deepseek_jax.nn.rows import Rows
 from deepseek_jax.quant import QuantPlan, fake_quant
 from deepseek_jax.schedule import LayerSpec, Mode
-
-# Below this many entries a selected entry, masking all entries beats gathering the selected ones on
-# a CPU: the gather's gradient is a serial scatter-add. Both give the same values.
-DENSE_ENTRIES_PER_CHOICE = 16
-
 
 class Context(NamedTuple):
   """What every layer of a stack knows of its rows: themselves and their rotations by ratio > 0."""
@@ -66,128 +62,6 @@ class Pass:
   trace: bool = False
 
 
-class WindowKeys(NamedTuple):
-  """Window latents of the W − 1 rows before the queries and of the queries' own rows."""
-
-  kv: Float[Array, "B S H"]
-  positions: Int[Array, "B S"]
-  segments: Int[Array, "B S"]
-
-
-def window_mask(
-    rows: Rows, positions: Int[Array, "B S"], segments: Int[Array, "B S"], window: int
-) -> Bool[Array, "B T S"]:
-  """Window keys of each row: same segment, positions [max(floor, i − W + 1), i] (spec 17)."""
-  at, key = rows.positions[..., None], positions[:, None]
-  first = jnp.maximum(rows.floors[..., None], at - window + 1)
-  same = (rows.segments[..., None] == segments[:, None]) & (segments > 0)[:, None]
-  return same & (first <= key) & (key <= at)
-
-
-def joint_attention(
-    q: Float[Array, "B T N H"],
-    window: Float[Array, "B S H"],
-    window_seen: Bool[Array, "B T S"],
-    chosen: Float[Array, "B C H"] | Float[Array, "B T K H"] | None,
-    chosen_seen: Bool[Array, "B T C"] | None,
-    sink: Float[Array, " N"],
-) -> tuple[Float[Array, "B T N H"], Float[Array, "B T C"] | None]:
-  """One softmax over window keys, chosen entries and the sink; keys are values (spec 3.6).
-
-  `chosen` are entries shared by all rows under a mask, or gathered for every row. Logits and sums
-  are f32, probabilities are rounded to q's dtype for the value product. A row that sees nothing
-  gives exactly 0.
-
-  Returns:
-    The output, and the probabilities of the chosen entries summed over heads.
-  """
-  spec = "bch" if chosen is not None and chosen.ndim == 3 else "btch"
-  scale = q.shape[-1] ** -0.5
-
-  def logits(keys, seen, axes):
-    x = jnp.einsum(f"btnh,{axes}->btnc", q, keys, preferred_element_type=jnp.float32) * scale
-    return jnp.where(seen[:, :, None], x, -1e30)
-
-  parts = [(window, logits(window, window_seen, "bch"), "bch")]
-  if chosen is not None:
-    parts.append((chosen, logits(chosen, chosen_seen, spec), spec))
-  top = jnp.broadcast_to(sink[:, None], (*q.shape[:3], 1))
-  for _, x, _ in parts:
-    top = jnp.maximum(top, x.max(-1, keepdims=True))
-  top = jax.lax.stop_gradient(top)
-  total, out = jnp.exp(sink[:, None] - top), 0.0
-  for keys, x, axes in parts:
-    p = jnp.exp(x - top)  # exactly 0 where masked: top is at least the sink
-    total = total + p.sum(-1, keepdims=True)
-    out = out + jnp.einsum(
-        f"btnc,{axes}->btnh", p.astype(q.dtype), keys, preferred_element_type=jnp.float32
-    )
-  mass = None if chosen is None else jnp.sum(p / total, axis=2)
-  return (out / total).astype(q.dtype), mass
-
-
-def selection_mask(slots: Int[Array, "B T K"], c: int) -> Bool[Array, "B T C"]:
-  """True at the selected slots; −1 marks nothing."""
-  b, t, _ = slots.shape
-  at = jnp.where(slots < 0, c, slots)
-  mask = jnp.zeros((b, t, c), bool)
-  return mask.at[jnp.arange(b)[:, None, None], jnp.arange(t)[:, None], at].set(True, mode="drop")
-
-
-def gather_entries(kv: Float[Array, "B C H"], slots: Int[Array, "B T K"]) -> Float[Array, "B T K H"]:
-  """The selected entries of every row; slot −1 reads entry 0 and must be masked."""
-  at = jnp.maximum(slots, 0)
-  return jax.vmap(lambda a, i: a.at[i].get(mode="clip"))(kv, at)
-
-
-def attend(
-    q: Float[Array, "B T N H"], rows: Rows, window: WindowKeys, sink: Float[Array, " N"], *,
-    reach: int, chunk: int, m: int = 0, entries: Entries | None = None,
-    selection: Selection | None = None, same_rows: bool = True, mass: bool = False,
-) -> tuple[Float[Array, "B T N H"], Float[Array, "B T K"] | None]:  # fmt: skip
-  """Joint attention of all rows, a chunk at a time.
-
-  Args:
-    q: rotated queries.
-    rows: of the queries.
-    window: keys; W − 1 slots precede the rows' own.
-    sink: f32 logit per head.
-    reach: window size W.
-    chunk: rows per chunk.
-    m: ratio of the entries.
-    entries: of the KV source.
-    selection: of the index source.
-    same_rows: see `Pass`.
-    mass: also return the head-summed probability of every selected entry.
-  """
-  length, front = q.shape[1], reach - 1
-  size = chunks.chunk_rows(length, chunk, reach)
-  slots = None if selection is None else selection.slots
-  xs = (
-      chunks.split((q, rows, slots), size),
-      chunks.split_overlapping(window, size, front),
-  )
-
-  def of_chunk(x, stop):
-    (q, rows, slots), keys = x
-    seen = window_mask(rows, keys.positions, keys.segments, reach)
-    if slots is None:
-      return joint_attention(q, keys.kv, seen, None, None, sink)[0], None
-    kv = entries.kv
-    if same_rows:
-      kv = kv[:, : -(-stop // m)]
-    c, k = kv.shape[1], slots.shape[-1]
-    if c <= DENSE_ENTRIES_PER_CHOICE * k:
-      out, p = joint_attention(q, keys.kv, seen, kv, selection_mask(slots, c), sink)
-      p = jnp.take_along_axis(p, jnp.clip(slots, 0, c - 1), axis=-1) if mass else None
-    else:
-      chosen = gather_entries(kv, slots)
-      out, p = joint_attention(q, keys.kv, seen, chosen, slots >= 0, sink)
-    return out, jnp.where(slots < 0, 0.0, p) if mass else None
-
-  return chunks.over_chunks(of_chunk, xs, length)
-
-
 def select(
     queries: Queries, rows: Rows, entries: Entries, *, m: int, k: int, chunk: int,
     pool: Int[Array, "B T P"] | None = None, blocks: int = 0, block_size: int = 1,
@@ -214,8 +88,7 @@ def select(
       seen = seen & pool_mask(pool, block_starts(last, m, block_size))
     return top_k(scores, seen, k), starts
 
-  xs = chunks.split((queries, rows, pool), size)
-  return chunks.over_chunks(of_chunk, xs, rows.positions.shape[1])
+  return chunks.over_rows(of_chunk, (queries, rows, pool), size)
 
 
 class Attention(nnx.Module):
@@ -291,10 +164,10 @@ class Attention(nnx.Module):
     table = ctx.tables[m > 0]
     q = rotate(self.wq_b(c_q).reshape(*x.shape[:2], n, h), table)
     out, mass = attend(
-        q, ctx.rows, window, self.attn_sink[...], reach=self.config.sliding_window,
-        chunk=self.chunk, m=m, entries=shared.entries if m else None,
-        selection=shared.selection if m else None, same_rows=how.same_rows,
-        mass=how.index_loss,
+        q, ctx.rows, window,
+        shared.entries.kv if m else None, shared.selection.slots if m else None,
+        self.attn_sink[...], chunk=self.chunk,
+        reach=Reach(self.config.sliding_window, m, how.same_rows, mass=how.index_loss and m > 0),
     )  # fmt: skip
     return self.project(rotate(out, table, inverse=True)), mass
 

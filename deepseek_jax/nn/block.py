@@ -9,10 +9,11 @@ from jaxtyping import Array, Float, Int
 
 from deepseek_jax.config import ModelConfig
 from deepseek_jax.nn import hyper_connections as hc
-from deepseek_jax.nn.attention import Attention, Context, Pass, Published, WindowKeys
+from deepseek_jax.nn.attention import Attention, Context, Pass, Published
 from deepseek_jax.nn.compressor import Entries, visible
 from deepseek_jax.nn.engram import Engram
 from deepseek_jax.nn.indexer import block_starts, index_scores, pool_mask
+from deepseek_jax.nn.joint_attention import WindowKeys
 from deepseek_jax.nn.layers import RMSNorm, constant, normal
 from deepseek_jax.nn.moe import Balance, MoE
 from deepseek_jax.quant import QuantPlan

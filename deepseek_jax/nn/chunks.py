@@ -17,6 +17,12 @@ def chunk_rows(length: int, chunk: int, window: int) -> int:
   return length if length <= chunk else max(chunk, window - 1)
 
 
+def bands(n: int) -> list[tuple[int, int]]:
+  """Ranges of n chunks that share a static bound."""
+  edges = sorted({round(i * n / BANDS) for i in range(BANDS + 1)})
+  return list(zip(edges[:-1], edges[1:]))
+
+
 def split(tree: Any, size: int) -> Any:
   """Arrays [B, T, ...] as [n, B, size, ...]; the last chunk is padded with zeros (segment 0)."""
 
@@ -34,38 +40,38 @@ def split_overlapping(tree: Any, size: int, front: int) -> Any:
   def one(a):
     own = split(a[:, front:], size)
     n = own.shape[0]
-    if n == 1:
-      before = a[None, :, :front]
-    else:
-      before = split(a[:, : n * size], size)[:, :, :front]
+    before = a[None, :, :front] if n == 1 else split(a[:, : n * size], size)[:, :, :front]
     return jnp.concatenate([before, own], axis=2)
 
   return jax.tree.map(one, tree)
 
 
-def over_chunks(fn: Callable[[Any, int], Any], xs: Any, length: int) -> Any:
-  """fn over chunks, joined to [B, length, ...].
+def join(tree: Any, length: int) -> Any:
+  """Inverse of `split`: arrays [n, B, size, ...] as [B, length, ...]."""
 
-  Args:
-    fn: (chunk arrays, stop) → arrays [B, size, ...]; `stop` is a static bound on the row indices of
-      the chunk. Recomputed in the backward pass.
-    xs: chunk arrays from `split`, all with one leading axis and rows on axis 2 of the first.
-    length: rows before padding.
+  def one(a):
+    a = jnp.moveaxis(a, 0, 1)
+    return a.reshape(a.shape[0], -1, *a.shape[3:])[:, :length]
+
+  return jax.tree.map(one, tree)
+
+
+def map_bands(fn: Callable[[Any, int], Any], xs: Any) -> Any:
+  """fn over the leading axis of xs [n, B, size, ...]: (chunk, stop) → arrays [B, size, ...].
+
+  `stop` is a static bound on the row indices of the chunk. Recomputed in the backward pass.
   """
   n, _, size = jax.tree.leaves(xs)[0].shape[:3]
   if n == 1:
-    out = fn(jax.tree.map(lambda a: a[0], xs), length)
-    return jax.tree.map(lambda a: a[:, :length], out)
-  edges = [round(i * n / BANDS) for i in range(BANDS + 1)]
+    return jax.tree.map(lambda a: a[None], fn(jax.tree.map(lambda a: a[0], xs), size))
   parts = []
-  for lo, hi in zip(edges[:-1], edges[1:]):
-    if lo == hi:
-      continue
+  for lo, hi in bands(n):
     body = jax.checkpoint(lambda x, stop=hi * size: fn(x, stop))
     parts.append(jax.lax.map(body, jax.tree.map(lambda a, lo=lo, hi=hi: a[lo:hi], xs)))
+  return jax.tree.map(lambda *a: jnp.concatenate(a), *parts)
 
-  def join(*arrays):
-    a = jnp.moveaxis(jnp.concatenate(arrays), 0, 1)
-    return a.reshape(a.shape[0], n * size, *a.shape[3:])[:, :length]
 
-  return jax.tree.map(join, *parts)
+def over_rows(fn: Callable[[Any, int], Any], tree: Any, size: int) -> Any:
+  """fn over chunks of arrays [B, T, ...], joined again; see `map_bands`."""
+  length = jax.tree.leaves(tree)[0].shape[1]
+  return join(map_bands(fn, split(tree, size)), length)

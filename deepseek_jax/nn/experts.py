@@ -1,7 +1,7 @@
 """Routed experts over rows grouped by expert, without dropping any (spec 10).
 
-Assignments are sorted by expert and every expert's rows padded to whole blocks, so that a loop over
-the blocks in use multiplies each by its expert's matrices. `jax.lax.ragged_dot`, the other way,
+Assignments are sorted by expert and every expert's rows padded to whole blocks. A loop over experts
+takes each one's matrices once, a loop inside over its blocks in use multiplies them. `jax.lax.ragged_dot`, the other way,
 does the work of every expert on every row when compiled for a CPU.
 """
 
@@ -23,15 +23,14 @@ class ExpertWeights(NamedTuple):
 class Blocks(NamedTuple):
   """Layout of the assignments in blocks of b slots, each block of one expert.
 
-  `slot` sends an assignment to its slot, `row` a slot to its row; slots that hold no assignment
-  have `used` false. `expert` is the block's expert; `count` is the number of blocks in use.
+  `slot` sends an assignment to its slot, `row` a slot to its row; `used` is 0 in slots that hold no
+  assignment. Expert e owns the blocks from `first[e]` up to `first[e + 1]`.
   """
 
   slot: Int[Array, "R X"]
-  row: Int[Array, "S"]
-  used: Float[Array, "S"]
-  expert: Int[Array, "n"]
-  count: Int[Array, ""]
+  row: Int[Array, " S"]
+  used: Float[Array, " S"]
+  first: Int[Array, " E1"]
 
 
 def block_size(assignments: int, experts: int) -> int:
@@ -46,19 +45,16 @@ def group(ids: Int[Array, "R X"], experts: int, b: int) -> Blocks:
   flat = ids.reshape(-1)
   order = jnp.argsort(flat, stable=True)
   load = jnp.zeros(experts + 1, jnp.int32).at[flat].add(1)
-  first = jnp.cumsum(load) - load
-  blocks = -(-load[:-1] // b)
-  block_end = jnp.cumsum(blocks)
-  block_first = jnp.append(block_end - blocks, n)
+  start = jnp.cumsum(load) - load
+  first = jnp.pad(jnp.cumsum(-(-load[:-1] // b)), (1, 0)).astype(jnp.int32)
   place = jnp.zeros(rows * x, jnp.int32).at[order].set(jnp.arange(rows * x, dtype=jnp.int32))
-  slot = jnp.where(flat < experts, block_first[flat] * b + place - first[flat], n * b)
-  expert = jnp.minimum(jnp.searchsorted(block_end, jnp.arange(n), side="right"), experts - 1)
+  slot = jnp.where(flat < experts, first[flat] * b + place - start[flat], n * b)
   s = jnp.arange(n * b)
-  of = expert[s // b]
-  rank = s - block_first[of] * b
-  used = (rank < load[of]) & (s // b < block_end[-1])
-  row = order[jnp.where(used, first[of] + rank, 0)] // x
-  return Blocks(slot.reshape(rows, x), row, used.astype(jnp.float32), expert, block_end[-1])
+  of = jnp.minimum(jnp.searchsorted(first[1:], s // b, side="right"), experts - 1)
+  rank = s - first[of] * b
+  used = (rank < load[of]) & (s // b < first[-1])
+  row = order[jnp.where(used, start[of] + rank, 0)] // x
+  return Blocks(slot.reshape(rows, x), row, used.astype(jnp.float32), first)
 
 
 def _slice(a: Array, i: Array, b: int) -> Array:
@@ -91,20 +87,23 @@ def _forward(limit, b, x, weights, ids, w):
   scale = jnp.zeros(at.row.shape[0] + 1).at[at.slot].set(weights)[:-1] * at.used
   f = w.w1.shape[1]
 
-  def block(i, state):
-    y, g, u = state
-    e = _pick(at.expert, i)
-    rows = x[_slice(at.row, i, b)]
-    gi, ui = rows @ _pick(w.w1, e).T, rows @ _pick(w.w3, e).T
-    h = swiglu(gi, ui, limit) * _slice(scale, i, b)[:, None]
-    yi = h.astype(x.dtype) @ _pick(w.w2, e).T
-    put = lambda a, v: lax.dynamic_update_slice_in_dim(a, v, i * b, 0)
-    return put(y, yi), put(g, gi), put(u, ui)
+  def expert(e, state):
+    w1, w2, w3 = (_pick(a, e) for a in w)
+
+    def block(i, state):
+      y, g, u = state
+      rows = x[_slice(at.row, i, b)]
+      gi, ui = rows @ w1.T, rows @ w3.T
+      h = swiglu(gi, ui, limit) * _slice(scale, i, b)[:, None]
+      put = lambda a, v: lax.dynamic_update_slice_in_dim(a, v, i * b, 0)
+      return put(y, h.astype(x.dtype) @ w2.T), put(g, gi), put(u, ui)
+
+    return lax.fori_loop(at.first[e], at.first[e + 1], block, state)
 
   slots = at.row.shape[0]
   y = jnp.zeros((slots + 1, x.shape[1]), x.dtype)
   g = jnp.zeros((slots, f), x.dtype)
-  y, g, u = lax.fori_loop(0, at.count, block, (y, g, g))
+  y, g, u = lax.fori_loop(0, w.w1.shape[0], expert, (y, g, g))
   return _combine(y, at.slot), (x, at, scale, w, g, u)
 
 
@@ -116,29 +115,35 @@ def _combine(y: Float[Array, "S1 D"], slot: Int[Array, "R X"]) -> Float[Array, "
 def _backward(limit, b, saved, dout):
   x, at, scale, w, g, u = saved
 
-  def block(i, state):
-    dx, dscale, dw1, dw2, dw3 = state
-    e = _pick(at.expert, i)
-    row, si = _slice(at.row, i, b), _slice(scale, i, b)[:, None]
-    rows = x[row]
-    act, pull = jax.vjp(lambda g, u: swiglu(g, u, limit), _slice(g, i, b), _slice(u, i, b))
-    dy = (dout[row] * _slice(at.used, i, b)[:, None]).astype(x.dtype)
-    dh = (dy @ _pick(w.w2, e)).astype(jnp.float32)
-    dg, du = pull(dh * si)
-    put = lambda a, v: lax.dynamic_update_slice_in_dim(a, v, i * b, 0)
-    add = lambda a, v: lax.dynamic_update_index_in_dim(a, _pick(a, e) + v, e, 0)
-    return (
-        put(dx, dg @ _pick(w.w1, e) + du @ _pick(w.w3, e)),
-        put(dscale, jnp.sum(dh * act, axis=-1)),
-        add(dw1, dg.T @ rows),
-        add(dw2, dy.T @ (act * si).astype(x.dtype)),
-        add(dw3, du.T @ rows),
-    )
+  def expert(e, state):
+    dx, dscale, *dws = state
+    w1, w2, w3 = (_pick(a, e) for a in w)
+
+    def block(i, state):
+      dx, dscale, dw1, dw2, dw3 = state
+      row, si = _slice(at.row, i, b), _slice(scale, i, b)[:, None]
+      rows = x[row]
+      act, pull = jax.vjp(lambda g, u: swiglu(g, u, limit), _slice(g, i, b), _slice(u, i, b))
+      dy = (dout[row] * _slice(at.used, i, b)[:, None]).astype(x.dtype)
+      dh = (dy @ w2).astype(jnp.float32)
+      dg, du = pull(dh * si)
+      put = lambda a, v: lax.dynamic_update_slice_in_dim(a, v, i * b, 0)
+      return (
+          put(dx, dg @ w1 + du @ w3),
+          put(dscale, jnp.sum(dh * act, axis=-1)),
+          dw1 + dg.T @ rows,
+          dw2 + dy.T @ (act * si).astype(x.dtype),
+          dw3 + du.T @ rows,
+      )
+
+    state = (dx, dscale, *(jnp.zeros_like(a) for a in (w1, w2, w3)))
+    dx, dscale, *own = lax.fori_loop(at.first[e], at.first[e + 1], block, state)
+    return dx, dscale, *(lax.dynamic_update_index_in_dim(a, v, e, 0) for a, v in zip(dws, own))
 
   slots = at.row.shape[0]
   zeros = jax.tree.map(jnp.zeros_like, w)
   state = (jnp.zeros((slots + 1, x.shape[1]), x.dtype), jnp.zeros(slots + 1), *zeros)
-  dx, dscale, dw1, dw2, dw3 = lax.fori_loop(0, at.count, block, state)
+  dx, dscale, dw1, dw2, dw3 = lax.fori_loop(0, w.w1.shape[0], expert, state)
   dx = _combine(dx, at.slot).astype(x.dtype)
   return dx, dscale[at.slot], None, ExpertWeights(dw1, dw2, dw3)
 

@@ -62,18 +62,58 @@ def coefficients(
   return mixing(z, scale, base, streams=x.shape[2], iterations=iterations, eps=eps)
 
 
+@jax.custom_vjp
 def collapse(x: Float[Array, "B T M D"], pre: Float[Array, "B T M"]) -> Float[Array, "B T D"]:
   """Σ_c pre_c X_c in f32, in the streams' dtype."""
   total = sum(pre[..., c, None] * x[..., c, :].astype(jnp.float32) for c in range(x.shape[2]))
   return total.astype(x.dtype)
 
 
+@jax.custom_vjp
 def expand(
     y: Float[Array, "B T D"], x: Float[Array, "B T M D"], c: Coefficients
 ) -> Float[Array, "B T M D"]:
   """X_k ← post_k y + Σ_j mix[j, k] X_j: the mix is summed over its first index."""
-  v = x.astype(jnp.float32)
+  y = jax.lax.optimization_barrier(y)  # else XLA computes all of y again for every stream
   total = c.post[..., None] * y.astype(jnp.float32)[..., None, :]
-  for j in range(x.shape[2]):
-    total = total + c.mix[..., j, :, None] * v[..., j, None, :]
-  return total.astype(x.dtype)
+  return (total + _mixed(c.mix, x)).astype(x.dtype)
+
+
+def _mixed(mix: Float[Array, "B T M M"], x: Float[Array, "B T M D"]) -> Float[Array, "B T M D"]:
+  """Σ_j mix[j, k] X_j in f32; as sums, because a matrix product of 4 × 4 a token is slower."""
+  parts = (mix[..., j, :, None] * x[..., j, None, :].astype(jnp.float32) for j in range(x.shape[2]))
+  return sum(parts)
+
+
+# Own gradients, because those of autodiff keep every broadcast product of the sums above: four
+# copies of the streams a site.
+
+
+def _collapse_forward(x, pre):
+  return collapse(x, pre), (x, pre)
+
+
+def _collapse_backward(saved, d):
+  x, pre = saved
+  d = d.astype(jnp.float32)
+  dpre = jnp.einsum("btmd,btd->btm", x.astype(jnp.float32), d)
+  return (pre[..., None] * d[..., None, :]).astype(x.dtype), dpre
+
+
+def _expand_forward(y, x, c):
+  return expand(y, x, c), (y, x, c)
+
+
+def _expand_backward(saved, d):
+  y, x, c = saved
+  d = jax.lax.optimization_barrier(d).astype(jnp.float32)
+  dy = sum(c.post[..., k, None] * d[..., k, :] for k in range(d.shape[2]))
+  dx = _mixed(jnp.swapaxes(c.mix, -1, -2), d)
+  dpost = jnp.einsum("btd,btkd->btk", y.astype(jnp.float32), d)
+  dmix = jnp.einsum("btjd,btkd->btjk", x.astype(jnp.float32), d)
+  dy = jax.lax.optimization_barrier(dy.astype(y.dtype))  # else fused into a strided transpose
+  return dy, dx.astype(x.dtype), Coefficients(jnp.zeros_like(c.pre), dpost, dmix)
+
+
+collapse.defvjp(_collapse_forward, _collapse_backward)
+expand.defvjp(_expand_forward, _expand_backward)

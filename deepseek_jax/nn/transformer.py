@@ -9,8 +9,9 @@ from jaxtyping import Array, Float, Int
 
 from deepseek_jax.config import ComputeConfig, ModelConfig
 from deepseek_jax.nn import hyper_connections as hc
-from deepseek_jax.nn.attention import Context, Pass, Published, WindowKeys
+from deepseek_jax.nn.attention import Context, Pass, Published
 from deepseek_jax.nn.block import Block, LayerOut, Stream
+from deepseek_jax.nn.joint_attention import WindowKeys
 from deepseek_jax.nn.layers import Linear, RMSNorm, normal
 from deepseek_jax.nn.rows import Rows
 from deepseek_jax.quant import QuantPlan

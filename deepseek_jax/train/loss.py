@@ -49,10 +49,8 @@ def next_token_nll(
     picked = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
     return weights * (jax.nn.logsumexp(logits, axis=-1) - picked)
 
-  length = hidden.shape[1]
-  size = chunks.chunk_rows(length, chunk, 1)
-  xs = chunks.split((hidden, targets, weights), size)
-  return jnp.sum(chunks.over_chunks(of_chunk, xs, length))
+  size = chunks.chunk_rows(hidden.shape[1], chunk, 1)
+  return jnp.sum(chunks.over_rows(of_chunk, (hidden, targets, weights), size))
 
 
 def sums(model: Transformer, batch: Batch, *, index_loss: str) -> tuple[Sums, Float[Array, "layers E"]]:
