@@ -92,9 +92,9 @@ def joint_attention(
 
 
 class Gradients(NamedTuple):
-  """Of one chunk, f32: queries, the keys of every part, sink."""
+  """Of one chunk, f32: queries with their channels first, the keys of every part, sink."""
 
-  q: Float[Array, "B T N H"]
+  q: Float[Array, "B H T N"]
   keys: tuple[Array, ...]
   sink: Float[Array, " N"]
 
@@ -105,13 +105,14 @@ def joint_attention_gradients(
 ) -> Gradients:  # fmt: skip
   """Gradient of `joint_attention` from its output and log-sum-exp.
 
-  Scores are recomputed with the key axis before rows and heads: their products with q and dout are
-  then plain matrix products, and one transposed operand is left instead of two.
+  Scores are recomputed with the key axis before rows and heads, and the queries' gradient comes out
+  with channels first: every product is then a plain matrix product. Transposing a chunk's scores
+  costs a CPU more than computing them.
   """
   scale, f32 = q.shape[-1] ** -0.5, jnp.float32
   scaled = (q * scale).astype(q.dtype)
   delta = jnp.sum(dout.astype(f32) * out.astype(f32), axis=-1)
-  dq, dkeys = jnp.zeros(q.shape, f32), []
+  dq, dkeys = 0.0, []
   for part in parts:
     shared = part.keys.ndim == 3
     axes, s = part.axes, "bctn" if shared else "btcn"
@@ -121,7 +122,7 @@ def joint_attention_gradients(
     p = jnp.where(seen[..., None], jnp.exp(x - row(lse)), 0.0)
     dp = jnp.einsum(f"{axes},btnh->{s}", part.keys, dout, preferred_element_type=f32)
     ds = (p * (dp - row(delta))).astype(q.dtype)
-    dq = dq + jnp.einsum(f"{s},{axes}->btnh", ds, part.keys, preferred_element_type=f32) * scale
+    dq = dq + jnp.einsum(f"{axes},{s}->bhtn", part.keys, ds, preferred_element_type=f32) * scale
     dkeys.append(
         jnp.einsum(f"{s},btnh->{axes}", ds, scaled, preferred_element_type=f32)
         + jnp.einsum(f"{s},btnh->{axes}", p.astype(q.dtype), dout, preferred_element_type=f32)
@@ -224,6 +225,7 @@ def _attend_backward(reach, saved, cotangents):
     if kv is not None:
       total = total + jnp.pad(dkv, ((0, 0), (0, kv.shape[1] - c), (0, 0)))
   dq, dwindow = jax.tree.map(lambda *a: jnp.concatenate(a), *pieces)
+  dq = jnp.moveaxis(dq, 2, -1)
   return dq, dwindow, None if kv is None else total.astype(kv.dtype), dsink, None
 
 
