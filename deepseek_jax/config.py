@@ -28,7 +28,9 @@ def _coerce(name: str, value: Any, kind: Any) -> Any:
     if isinstance(value, kind):
       return value
     if not isinstance(value, Mapping):
-      raise ValueError(f"{name} must be a mapping with the fields of {kind.__name__}, got {value!r}")
+      raise ValueError(
+          f"{name} must be a mapping with the fields of {kind.__name__}, got {value!r}"
+      )
     return build(kind, value, prefix=f"{name}.")
   if origin is tuple:
     if not isinstance(value, (list, tuple)):
@@ -104,7 +106,7 @@ _IGNORED = frozenset({
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-  """Sizes and schedule of the text backbone, under the names of the released `text_config` (spec 1).
+  """Sizes and schedule of the text backbone, named as in the released `text_config` (spec 1).
 
   Sizes are in channels, heads, tokens or entries. `compress_ratios` may carry the ratios of the
   `num_nextn_predict_layers` DSpark blocks after those of the backbone, as released.
@@ -154,8 +156,8 @@ class ModelConfig:
 
   def __post_init__(self):
     for name in (
-        "vocab_size hidden_size moe_intermediate_size num_hidden_layers num_attention_heads head_dim"
-        " q_lora_rank o_lora_rank o_groups n_routed_experts num_experts_per_tok sliding_window"
+        "vocab_size hidden_size moe_intermediate_size num_hidden_layers num_attention_heads"
+        " head_dim q_lora_rank o_lora_rank o_groups n_routed_experts num_experts_per_tok sliding_window"
         " index_n_heads index_head_dim index_topk hc_mult hc_sinkhorn_iters"
         " max_position_embeddings engram_max_ngram_size"
     ).split():
@@ -192,7 +194,9 @@ class ModelConfig:
     )  # fmt: skip
     if self.engram_layer_ids:
       for name in ("engram_vocab_size", "engram_n_heads", "engram_head_dim"):
-        require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1 with Engram layers")
+        require(
+            getattr(self, name) >= 1, name, getattr(self, name), "at least 1 with Engram layers"
+        )
       require(
           1 <= self.engram_compressed_vocab_size <= self.vocab_size, "engram_compressed_vocab_size",
           self.engram_compressed_vocab_size, f"within 1..vocab_size ({self.vocab_size})",
@@ -256,14 +260,12 @@ class DataConfig:
   truncate: bool = False
 
   def __post_init__(self):
-    require(
-        0 <= self.eval_fraction < 1, "data.eval_fraction", self.eval_fraction, "within [0, 1)"
-    )
+    require(0 <= self.eval_fraction < 1, "data.eval_fraction", self.eval_fraction, "within [0, 1)")
 
 
 @dataclasses.dataclass(frozen=True)
 class TrainConfig:
-  """One fine-tuning run (spec 14 for the optimiser's constants). Rates are per step, speeds per step.
+  """One fine-tuning run (spec 14 for the optimiser's constants). Rates and speeds are per step.
 
   A step reads `accumulation` × `batch_size` packed rows of `seq_len` tokens.
   """
@@ -292,7 +294,11 @@ class TrainConfig:
   sample_tokens: int = 96
 
   def __post_init__(self):
-    for name in "steps batch_size seq_len accumulation checkpoint_every keep_checkpoints eval_every".split():
+    for (
+        name
+    ) in (
+        "steps batch_size seq_len accumulation checkpoint_every keep_checkpoints eval_every".split()
+    ):
       require(getattr(self, name) >= 1, f"train.{name}", getattr(self, name), "at least 1")
     kinds = ("constant", "cosine", "report")
     require(self.schedule in kinds, "train.schedule", self.schedule, f"one of {kinds}")

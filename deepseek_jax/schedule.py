@@ -159,7 +159,11 @@ def _build(c: ModelConfig) -> Schedule:
     )
   if any(m < 0 for m in c.compress_ratios):
     raise ValueError(f"compress_ratios is {c.compress_ratios}; a ratio must be at least 0")
-  kv, index, pool = set(c.kv_source_layer_ids), set(c.index_source_layer_ids), c.candidate_source_layer_id
+  kv, index, pool = (
+      set(c.kv_source_layer_ids),
+      set(c.index_source_layer_ids),
+      c.candidate_source_layer_id,
+  )
   for name, ids in (
       ("kv_source_layer_ids", c.kv_source_layer_ids),
       ("index_source_layer_ids", c.index_source_layer_ids),
@@ -170,15 +174,21 @@ def _build(c: ModelConfig) -> Schedule:
   if not kv:
     raise ValueError("kv_source_layer_ids is empty; the decoder would read nothing")
   if kv - index:
-    raise ValueError(f"KV source layer {min(kv - index)} is not in index_source_layer_ids; a Full layer selects its own Top-K")
+    raise ValueError(
+        f"KV source layer {min(kv - index)} is not in index_source_layer_ids; a Full layer selects"
+        " its own Top-K"
+    )
   if pool is not None and pool not in kv:
-    raise ValueError(f"candidate_source_layer_id is {pool}; it must be a KV source, one of {sorted(kv)}")
+    raise ValueError(
+        f"candidate_source_layer_id is {pool}; it must be a KV source, one of {sorted(kv)}"
+    )
   if pool is not None:
     reach = (c.candidate_topk_blocks - 1) * c.candidate_block_size + 1
     if c.candidate_topk_blocks < 1 or c.candidate_block_size < 1 or reach < c.index_topk:
       raise ValueError(
           f"candidate_topk_blocks = {c.candidate_topk_blocks} × candidate_block_size ="
-          f" {c.candidate_block_size} guarantee {reach} reachable entries (the newest block may hold one);"
+          f" {c.candidate_block_size} guarantee {reach} reachable entries (the newest block may"
+          " hold one);"
           f" (blocks - 1)·size + 1 must be at least index_topk = {c.index_topk}"
       )
 
@@ -191,15 +201,23 @@ def _build(c: ModelConfig) -> Schedule:
     engram = c.engram_layer_ids.index(i) if i in c.engram_layer_ids else None
     if m == 0:
       if i in index:
-        raise ValueError(f"layer {i} is an index source with compress_ratios[{i}] = 0; a source needs a ratio of at least 1")
+        raise ValueError(
+            f"layer {i} is an index source with compress_ratios[{i}] = 0; a source needs a ratio of"
+            " at least 1"
+        )
       if stack == "decoder":
-        raise ValueError(f"decoder layer {i} has compress_ratios[{i}] = 0; the decoder would read nothing there")
+        raise ValueError(
+            f"decoder layer {i} has compress_ratios[{i}] = 0; the decoder would read nothing there"
+        )
       layers.append(LayerSpec(i, Mode.WINDOW, stack, 0, engram=engram))
       continue
     if i in kv:
       source, mode = i, Mode.FULL
     elif source is None:
-      raise ValueError(f"layer {i} has ratio {m} before any KV source (kv_source_layer_ids starts at {start if len(kv) == 1 else min(kv)}); it has nothing to reuse")
+      raise ValueError(
+          f"layer {i} has ratio {m} before any KV source (kv_source_layer_ids starts at {min(kv)});"
+          " it has nothing to reuse"
+      )
     else:
       mode = Mode.REINDEX if i in index else Mode.REUSE
       if c.compress_ratios[source] != m:
@@ -222,7 +240,9 @@ def _build(c: ModelConfig) -> Schedule:
 def draw(schedule: Schedule) -> str:
   """The schedule as text: one line a run, the borrowed parts as arrows to their source."""
   census = " + ".join(f"{n} {m.name.capitalize()}" for m, n in schedule.census.items() if n)
-  lines = [f"{len(schedule.layers)} layers: {census}; window {schedule.window}, Top-K {schedule.topk}"]
+  lines = [
+      f"{len(schedule.layers)} layers: {census}; window {schedule.window}, Top-K {schedule.topk}"
+  ]
   stack = None
   for run in schedule.runs:
     spec = run[0]
@@ -233,7 +253,8 @@ def draw(schedule: Schedule) -> str:
     text = {
         Mode.WINDOW: "window only",
         Mode.FULL: f"■ main KV  ■ index keys  ■ Top-K   m = {spec.ratio}",
-        Mode.REINDEX: f"← KV of {spec.kv_source}  ■ Top-K" + ("  inside the pool" if spec.in_pool else ""),
+        Mode.REINDEX: f"← KV of {spec.kv_source}  ■ Top-K"
+        + ("  inside the pool" if spec.in_pool else ""),
         Mode.REUSE: f"← KV of {spec.kv_source}  ← Top-K of {spec.index_source}",
     }[spec.mode]
     if spec.makes_pool:

@@ -70,7 +70,9 @@ def load(model: Transformer, tensors: Mapping[str, np.ndarray]) -> Transformer:
         if name.endswith("gate.bias_vl"):
           value[index] = 0
           continue
-        raise ValueError(f"tensor {name} is missing; the model needs it with shape {leaf.shape[len(index):]}")
+        raise ValueError(
+            f"tensor {name} is missing; the model needs it with shape {leaf.shape[len(index):]}"
+        )
       used.add(name)
       tensor = np.asarray(tensors[name], np.float32)
       scale = name.removesuffix("weight") + "scale"
@@ -78,7 +80,9 @@ def load(model: Transformer, tensors: Mapping[str, np.ndarray]) -> Transformer:
         used.add(scale)
         tensor = tensor * np.repeat(np.asarray(tensors[scale], np.float32), 32, axis=-1)
       if tensor.shape != leaf.shape[len(index) :]:
-        raise ValueError(f"tensor {name} has shape {tensor.shape}; the model needs {leaf.shape[len(index):]}")
+        raise ValueError(
+            f"tensor {name} has shape {tensor.shape}; the model needs {leaf.shape[len(index):]}"
+        )
       value[index] = tensor
     return jnp.asarray(value, leaf.dtype)
 

@@ -15,13 +15,23 @@ from jaxtyping import Array, Float, Int
 from deepseek_jax.config import ModelConfig
 from deepseek_jax.nn import chunks
 from deepseek_jax.nn.compressor import Compressor, Entries, group_rows, visible
-from deepseek_jax.nn.indexer import Indexer, Queries, Selection, block_starts, index_scores, pool_mask, pool_top, top_k
+from deepseek_jax.nn.indexer import (
+    Indexer,
+    Queries,
+    Selection,
+    block_starts,
+    index_scores,
+    pool_mask,
+    pool_top,
+    top_k,
+)
 from deepseek_jax.nn.joint_attention import Reach, WindowKeys, attend
 from deepseek_jax.nn.layers import Linear, RMSNorm, constant
 from deepseek_jax.nn.rope import Rotation, frequencies, rotate, rotation
 from deepseek_jax.nn.rows import Rows
 from deepseek_jax.quant import QuantPlan, fake_quant
 from deepseek_jax.schedule import LayerSpec, Mode
+
 
 class Context(NamedTuple):
   """What every layer of a stack knows of its rows: themselves and their rotations by ratio > 0."""

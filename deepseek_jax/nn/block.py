@@ -91,14 +91,16 @@ class Block(nnx.Module):
 
   def remember(self, s: Stream, ngrams: Int[Array, "B T n"]) -> Stream:
     """The stream after this layer's Engram; comes before `publish` and the call."""
-    return s._replace(x=self.engram(s.x, ngrams))
+    with jax.named_scope("engram"):
+      return s._replace(x=self.engram(s.x, ngrams))
 
   def publish(self, s: Stream, ctx: Context) -> Entries:
     """Main KV and index keys of all rows, from the stream that enters this Full layer.
 
     For the decoder's source this is the encoder's output: it needs no decoder row (spec 6).
     """
-    return self.attn.publish(self.attn_norm(hc.collapse(s.x, s.pre)), ctx)
+    with jax.named_scope("publish"):
+      return self.attn.publish(self.attn_norm(hc.collapse(s.x, s.pre)), ctx)
 
   def __call__(
       self, s: Stream, ctx: Context, past: WindowKeys, shared: Published, how: Pass
@@ -112,24 +114,29 @@ class Block(nnx.Module):
       shared: entries to read; this layer adds the selection it makes.
       how: static facts of the pass.
     """
-    at_attn = self._coefficients(s.x, "attn")
-    x = self.attn_norm(hc.collapse(s.x, s.pre))
+    with jax.named_scope("hyper_connections"):
+      at_attn = self._coefficients(s.x, "attn")
+      x = self.attn_norm(hc.collapse(s.x, s.pre))
     c_q = self.attn.query_latent(x)
     if self.spec.selects:
-      shared = self.attn.choose(x, c_q, ctx, shared, how)
-    own = self.attn.window_kv(x, ctx.tables[self.spec.ratio > 0])
-    window = WindowKeys(
-        jnp.concatenate([past.kv.astype(own.dtype), own], 1),
-        jnp.concatenate([past.positions, ctx.rows.positions], 1),
-        jnp.concatenate([past.segments, ctx.rows.segments], 1),
-    )
-    y, mass = self.attn(x, c_q, ctx, window, shared, how)
-    middle = hc.expand(y, s.x, at_attn)
-    at_ffn = self._coefficients(middle, "ffn")
-    y, balance = self.ffn(
-        self.ffn_norm(hc.collapse(middle, at_attn.pre)), ctx.rows.segments > 0
-    )
-    out = Stream(hc.expand(y, middle, at_ffn), at_ffn.pre)
+      with jax.named_scope("select"):
+        shared = self.attn.choose(x, c_q, ctx, shared, how)
+    with jax.named_scope("attention"):
+      own = self.attn.window_kv(x, ctx.tables[self.spec.ratio > 0])
+      window = WindowKeys(
+          jnp.concatenate([past.kv.astype(own.dtype), own], 1),
+          jnp.concatenate([past.positions, ctx.rows.positions], 1),
+          jnp.concatenate([past.segments, ctx.rows.segments], 1),
+      )
+      y, mass = self.attn(x, c_q, ctx, window, shared, how)
+    with jax.named_scope("hyper_connections"):
+      middle = hc.expand(y, s.x, at_attn)
+      at_ffn = self._coefficients(middle, "ffn")
+      x_ffn = self.ffn_norm(hc.collapse(middle, at_attn.pre))
+    with jax.named_scope("moe"):
+      y, balance = self.ffn(x_ffn, ctx.rows.segments > 0)
+    with jax.named_scope("hyper_connections"):
+      out = Stream(hc.expand(y, middle, at_ffn), at_ffn.pre)
     loss = None
     if how.index_loss:
       loss = index_divergence(mass, shared.selection.scores) if self.spec.ratio else jnp.zeros(())
@@ -147,7 +154,9 @@ class Block(nnx.Module):
       e, c = shared.entries, self.config
       seen = visible(ctx.rows, e.last, e.segments)
       if shared.pool is not None and (self.spec.makes_pool or self.spec.in_pool):
-        inside = pool_mask(shared.pool, block_starts(e.last, self.spec.ratio, c.candidate_block_size))
+        inside = pool_mask(
+            shared.pool, block_starts(e.last, self.spec.ratio, c.candidate_block_size)
+        )
         trace.update(candidates=inside)
         seen = seen & inside if self.spec.in_pool else seen
       scores = index_scores(self.attn.indexer.queries(c_q, x, ctx.tables[1]), e.index_keys)

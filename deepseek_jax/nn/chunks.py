@@ -1,4 +1,4 @@
-"""Query rows in chunks: the scores of one chunk exist at a time, so memory grows linearly with T."""
+"""Query rows in chunks: the scores of one chunk exist at a time; memory grows linearly with T."""
 
 from collections.abc import Callable
 from typing import Any
@@ -35,7 +35,7 @@ def split(tree: Any, size: int) -> Any:
 
 
 def split_overlapping(tree: Any, size: int, front: int) -> Any:
-  """Arrays [B, front + T, ...] as [n, B, front + size, ...]: chunk c starts `front` before its rows."""
+  """Arrays [B, front + T, ...] as [n, B, front + size, ...]: chunks begin `front` early."""
 
   def one(a):
     own = split(a[:, front:], size)
@@ -57,7 +57,7 @@ def join(tree: Any, length: int) -> Any:
 
 
 def map_bands(fn: Callable[[Any, int], Any], xs: Any) -> Any:
-  """fn over the leading axis of xs [n, B, size, ...]: (chunk, stop) → arrays [B, size, ...].
+  """Fn over the leading axis of xs [n, B, size, ...]: (chunk, stop) → arrays [B, size, ...].
 
   `stop` is a static bound on the row indices of the chunk. Recomputed in the backward pass.
   """
@@ -72,6 +72,6 @@ def map_bands(fn: Callable[[Any, int], Any], xs: Any) -> Any:
 
 
 def over_rows(fn: Callable[[Any, int], Any], tree: Any, size: int) -> Any:
-  """fn over chunks of arrays [B, T, ...], joined again; see `map_bands`."""
+  """Fn over chunks of arrays [B, T, ...], joined again; see `map_bands`."""
   length = jax.tree.leaves(tree)[0].shape[1]
   return join(map_bands(fn, split(tree, size)), length)

@@ -1,4 +1,4 @@
-"""Token groups → global entries (spec 4): m = 1 copies a latent, m > 1 pools a group with a gate."""
+"""Token groups → global entries (spec 4): m = 1 takes a latent, m > 1 pools a group by a gate."""
 
 from typing import NamedTuple
 
@@ -60,7 +60,9 @@ def group_rows(rows: Rows, m: int) -> Groups:
   )
 
 
-def visible(rows: Rows, last: Int[Array, "B C"], segments: Int[Array, "B C"]) -> Bool[Array, "B T C"]:
+def visible(
+    rows: Rows, last: Int[Array, "B C"], segments: Int[Array, "B C"]
+) -> Bool[Array, "B T C"]:
   """Entries a row may see: of its document, complete at its position (j < ⌊(i + 1)/m⌋)."""
   same = (segments[:, None, :] == rows.segments[..., None]) & (segments > 0)[:, None, :]
   return same & (last[:, None, :] <= rows.positions[..., None])

@@ -14,7 +14,7 @@ from deepseek_jax.nn.layers import Linear, constant, normal
 
 
 class HashConstants(NamedTuple):
-  """Of one Engram layer, numpy int64: multipliers [n], primes [n−1, heads], offsets [(n−1)·heads]."""
+  """Of one Engram layer, int64: multipliers [n], primes [n−1, heads], offsets [(n−1)·heads]."""
 
   multipliers: np.ndarray
   primes: np.ndarray
@@ -46,7 +46,7 @@ def hash_constants(config: ModelConfig) -> tuple[HashConstants, ...]:
   next primes not used by any order or layer before.
 
   Raises:
-    ValueError: the primes do not sum to `engram_num_embeddings`, or exceed 2²⁴ (the limb arithmetic).
+    ValueError: the primes do not sum to `engram_num_embeddings`, or one exceeds 2²⁴.
   """
   used: set[int] = set()
   result = []
@@ -67,9 +67,13 @@ def hash_constants(config: ModelConfig) -> tuple[HashConstants, ...]:
           f" {config.engram_vocab_size} sum to {primes.sum()}"
       )
     if primes.max() >= 1 << 24:
-      raise ValueError(f"engram_vocab_size is {config.engram_vocab_size}; primes must stay below {1 << 24}")
+      raise ValueError(
+          f"engram_vocab_size is {config.engram_vocab_size}; primes must stay below {1 << 24}"
+      )
     bound = max(1, (2**63 - 1) // config.engram_compressed_vocab_size // 2)
-    draw = np.random.default_rng(10007 * layer).integers(0, bound, size=config.engram_max_ngram_size)
+    draw = np.random.default_rng(10007 * layer).integers(
+        0, bound, size=config.engram_max_ngram_size
+    )
     flat = primes.reshape(-1)
     result.append(HashConstants(draw * 2 + 1, primes, np.concatenate([[0], np.cumsum(flat)[:-1]])))
   return tuple(result)
@@ -123,7 +127,9 @@ def table_rows(ngrams: Int[Array, "B T n"], constants: HashConstants) -> Int[Arr
 class Embed(nnx.Module):
   """The table: `rows` × `width`."""
 
-  def __init__(self, stack: tuple[int, ...], rows: int, width: int, *, std: float, rngs: nnx.Rngs, dtype):
+  def __init__(
+      self, stack: tuple[int, ...], rows: int, width: int, *, std: float, rngs: nnx.Rngs, dtype
+  ):
     self.weight = normal(rngs, (*stack, rows, width), std, dtype)
 
   def __call__(self, ids: Int[Array, "..."], dtype) -> Float[Array, "... H"]:
@@ -139,7 +145,10 @@ class Engram(nnx.Module):
     self.config, self.ordinal = config, ordinal
     self.eps, self.streams = config.rms_norm_eps, config.hc_mult
     width, d = config.engram_head_dim, config.hidden_size
-    rows, columns = config.engram_num_embeddings[ordinal], hash_constants(config)[ordinal].primes.size
+    rows, columns = (
+        config.engram_num_embeddings[ordinal],
+        hash_constants(config)[ordinal].primes.size,
+    )
     self.embed = Embed(stack, rows, width, std=1.0, rngs=rngs, dtype=dtype)
     self.wkv = Linear(stack, columns * width, (self.streams + 1) * d, rngs=rngs, dtype=dtype)
     self.q_weight = constant((*stack, self.streams, d), 1.0, dtype)
@@ -152,7 +161,7 @@ class Engram(nnx.Module):
     return self.mix(x, found.reshape(*found.shape[:2], -1), ngrams[..., 0] >= 0)
 
   def mix(self, x, found, live) -> Float[Array, "B T M D"]:
-    """The gated sum for looked-up rows `found` [B, T, columns · width]; dead rows stay as they are."""
+    """The gated sum for looked-up rows `found` [B, T, columns · width]; dead rows stay as is."""
     d = x.shape[-1]
     keys = self.wkv(found).reshape(*x.shape[:2], self.streams + 1, d)
     keys, value = keys[..., :-1, :].astype(jnp.float32), keys[..., -1:, :].astype(jnp.float32)

@@ -1,8 +1,9 @@
 """Routed experts over rows grouped by expert, without dropping any (spec 10).
 
 Assignments are sorted by expert and every expert's rows padded to whole blocks. A loop over experts
-takes each one's matrices once, a loop inside over its blocks in use multiplies them. `jax.lax.ragged_dot`, the other way,
-does the work of every expert on every row when compiled for a CPU.
+takes each one's matrices once, a loop inside over its blocks in use multiplies them.
+`jax.lax.ragged_dot`, the other way, does the work of every expert on every row when compiled for a
+CPU.
 """
 
 import functools
@@ -15,6 +16,8 @@ from jaxtyping import Array, Float, Int
 
 
 class ExpertWeights(NamedTuple):
+  """The routed bank, in the dtype of the rows."""
+
   w1: Float[Array, "E F D"]
   w2: Float[Array, "E D F"]
   w3: Float[Array, "E F D"]
@@ -34,7 +37,7 @@ class Blocks(NamedTuple):
 
 
 def block_size(assignments: int, experts: int) -> int:
-  """A quarter of the mean load as a power of two within 8..64: padding costs half a block an expert.
+  """A quarter of the mean load as a power of two in 8..64: padding costs half a block an expert.
 
   16 experts, 4,096 assignments, 512 → 256, forward and backward on two cores: 48 ms with blocks of
   32, 42 with 64, 50 with 128, 56 with 256; two experts side by side are slower (50 with 64).
@@ -70,7 +73,7 @@ def _pick(a: Array, i: Array) -> Array:
 
 
 def swiglu(g: Array, u: Array, limit: float) -> Array:
-  """silu(g) · u in f32 with the released clamps: g from above, u from both sides; limit 0 is none."""
+  """silu(g) · u in f32 with the released clamps: g from above, u on both sides; limit 0 is none."""
   g, u = g.astype(jnp.float32), u.astype(jnp.float32)
   if limit:
     g, u = jnp.minimum(g, limit), jnp.clip(u, -limit, limit)

@@ -18,7 +18,9 @@ class Coefficients(NamedTuple):
   mix: Float[Array, "B T M M"]
 
 
-def sinkhorn(logits: Float[Array, "M M ..."], iterations: int, eps: float) -> Float[Array, "M M ..."]:
+def sinkhorn(
+    logits: Float[Array, "M M ..."], iterations: int, eps: float
+) -> Float[Array, "M M ..."]:
   """Softmax over the second axis, then alternating column and row normalisation, columns last.
 
   Matrices lie on the leading axes so that tokens fill the vector lanes. With large logits twenty

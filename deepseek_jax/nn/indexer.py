@@ -14,7 +14,7 @@ from deepseek_jax.quant import QuantPlan, fake_quant
 
 
 class Queries(NamedTuple):
-  """Index queries of a set of rows; `weights` carry the scale J^-0.5 · I^-0.5 and may be negative."""
+  """Index queries of a set of rows; `weights` carry the scale (J·I)^-0.5 and may be negative."""
 
   q: Float[Array, "B T I J"]
   weights: Float[Array, "B T I"]
@@ -46,16 +46,20 @@ class Indexer(nnx.Module):
 
   def keys(self, latents: Float[Array, "B C H"], table: Rotation) -> Float[Array, "B C J"]:
     """Index keys from the latents before their rotation; `table` holds the groups' first tokens."""
-    return fake_quant(rotate(self.k_norm(self.wk(latents)), table), self.plan.index, component="index")
+    return fake_quant(
+        rotate(self.k_norm(self.wk(latents)), table), self.plan.index, component="index"
+    )
 
-  def queries(self, c_q: Float[Array, "B T L"], x: Float[Array, "B T D"], table: Rotation) -> Queries:
+  def queries(
+      self, c_q: Float[Array, "B T L"], x: Float[Array, "B T D"], table: Rotation
+  ) -> Queries:
     q = self.wq_b(c_q).reshape(*c_q.shape[:2], self.heads, self.width)
     q = fake_quant(rotate(q, table), self.plan.index, component="index")
     return Queries(q, self.weights_proj(x) * (self.width**-0.5 * self.heads**-0.5))
 
 
 def index_scores(queries: Queries, keys: Float[Array, "B C J"]) -> Float[Array, "B T C"]:
-  """I(i, j) = Σ_h w_h · ReLU(q_h · k_j), accumulated in f32. A zero is +0: −0 would rank below it."""
+  """I(i, j) = Σ_h w_h · ReLU(q_h · k_j), accumulated in f32. Zeros are +0: −0 would rank below."""
   dots = jnp.einsum("btij,bcj->btic", queries.q, keys, preferred_element_type=jnp.float32)
   scores = jnp.einsum("bti,btic->btc", queries.weights.astype(jnp.float32), jax.nn.relu(dots))
   return jnp.where(scores == 0, 0.0, scores)
@@ -76,7 +80,7 @@ def top_k(scores: Float[Array, "B T C"], allowed: Bool[Array, "B T C"], k: int) 
 
 
 def block_starts(last: Int[Array, "B C"], m: int, size: int) -> Int[Array, "B C"]:
-  """Slot of the first entry of each entry's candidate block; entries of a document are contiguous."""
+  """Slot of the first entry of each entry's block; entries of a document are contiguous."""
   return jnp.arange(last.shape[1]) - (last // m) % size
 
 
@@ -95,7 +99,9 @@ def pool_top(
   padded = jnp.pad(masked, ((0, 0), (0, 0), (0, size - 1)), constant_values=-jnp.inf)
   best = masked
   for r in range(1, size):
-    inside = jnp.pad(number, ((0, 0), (0, size - 1)), constant_values=-1)[:, r : r + c] == number + r
+    inside = (
+        jnp.pad(number, ((0, 0), (0, size - 1)), constant_values=-1)[:, r : r + c] == number + r
+    )
     best = jnp.maximum(best, jnp.where(inside[:, None], padded[..., r : r + c], -jnp.inf))
   newest = ((positions + 1) // m - 1) // size * size
   pinned = seen & (number[:, None] == newest[..., None])
@@ -109,5 +115,7 @@ def pool_mask(starts: Int[Array, "B T P"], block_of: Int[Array, "B C"]) -> Bool[
   c = block_of.shape[1]
   at = jnp.where(starts < 0, c, starts)
   chosen = jnp.zeros((b, t, c), bool)
-  chosen = chosen.at[jnp.arange(b)[:, None, None], jnp.arange(t)[:, None], at].set(True, mode="drop")
+  chosen = chosen.at[jnp.arange(b)[:, None, None], jnp.arange(t)[:, None], at].set(
+      True, mode="drop"
+  )
   return jnp.take_along_axis(chosen, jnp.broadcast_to(block_of[:, None], (b, t, c)), axis=2)

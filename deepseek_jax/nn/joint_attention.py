@@ -1,4 +1,4 @@
-"""One softmax over window keys, selected entries and the sink, a chunk of rows at a time (spec 3.6).
+"""One softmax over window keys, selected entries and the sink, some rows at a time (spec 3.6).
 
 Keys are values. The gradient is written out: it needs the output and one log-sum-exp a row and head
 instead of the scores, so memory grows linearly with the rows.
@@ -46,7 +46,9 @@ def selection_mask(slots: Int[Array, "B T K"], c: int) -> Bool[Array, "B T C"]:
   return mask.at[jnp.arange(b)[:, None, None], jnp.arange(t)[:, None], at].set(True, mode="drop")
 
 
-def gather_entries(kv: Float[Array, "B C H"], slots: Int[Array, "B T K"]) -> Float[Array, "B T K H"]:
+def gather_entries(
+    kv: Float[Array, "B C H"], slots: Int[Array, "B T K"]
+) -> Float[Array, "B T K H"]:
   """The selected entries of every row; slot −1 reads entry 0 and must be masked."""
   at = jnp.maximum(slots, 0)
   return jax.vmap(lambda a, i: a.at[i].get(mode="clip"))(kv, at)
@@ -116,12 +118,12 @@ def joint_attention_gradients(
   for part in parts:
     shared = part.keys.ndim == 3
     axes, s = part.axes, "bctn" if shared else "btcn"
-    row = lambda a, i=1 if shared else 2: jnp.expand_dims(a, i)
+    along = 1 if shared else 2
     seen = jnp.swapaxes(part.seen, 1, 2) if shared else part.seen
     x = jnp.einsum(f"{axes},btnh->{s}", part.keys, scaled, preferred_element_type=f32)
-    p = jnp.where(seen[..., None], jnp.exp(x - row(lse)), 0.0)
+    p = jnp.where(seen[..., None], jnp.exp(x - jnp.expand_dims(lse, along)), 0.0)
     dp = jnp.einsum(f"{axes},btnh->{s}", part.keys, dout, preferred_element_type=f32)
-    ds = (p * (dp - row(delta))).astype(q.dtype)
+    ds = (p * (dp - jnp.expand_dims(delta, along))).astype(q.dtype)
     dq = dq + jnp.einsum(f"{axes},{s}->bhtn", part.keys, ds, preferred_element_type=f32) * scale
     dkeys.append(
         jnp.einsum(f"{s},btnh->{axes}", ds, scaled, preferred_element_type=f32)

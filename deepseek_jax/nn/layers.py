@@ -16,6 +16,7 @@ def normal(rngs: nnx.Rngs, shape: tuple[int, ...], std: float, dtype) -> nnx.Par
 
 
 def constant(shape: tuple[int, ...], value: float, dtype=jnp.float32) -> nnx.Param:
+  """A parameter that starts at `value` everywhere."""
   return nnx.Param(jnp.full(shape, value, dtype))
 
 
@@ -40,7 +41,9 @@ class RMSNorm(nnx.Module):
     return rms_norm(x, self.weight[...], self.eps)
 
 
-def rms_norm(x: Float[Array, "... D"], weight: Float[Array, " D"], eps: float) -> Float[Array, "... D"]:
+def rms_norm(
+    x: Float[Array, "... D"], weight: Float[Array, " D"], eps: float
+) -> Float[Array, "... D"]:
   """RMSNorm of spec 3.1. eps is 1e-20: an all-zero row gives 0 · 1e10 = 0."""
   v = x.astype(jnp.float32)
   scale = jax.lax.rsqrt(jnp.mean(v * v, axis=-1, keepdims=True) + eps)

@@ -85,7 +85,9 @@ class Experts(nnx.Module):
     self.w3 = Linear(stack, d, f, rngs=rngs, dtype=dtype)
 
   def weights(self, dtype) -> experts.ExpertWeights:
-    return experts.ExpertWeights(*(w.weight[...].astype(dtype) for w in (self.w1, self.w2, self.w3)))
+    return experts.ExpertWeights(
+        *(w.weight[...].astype(dtype) for w in (self.w1, self.w2, self.w3))
+    )
 
 
 class SharedExpert(nnx.Module):

@@ -1,4 +1,4 @@
-"""Rotary embedding with the two released tables (spec 3): plain for window layers, YaRN elsewhere."""
+"""Rotary embedding with the two released tables (spec 3): plain in window layers, YaRN elsewhere."""
 
 import math
 from typing import NamedTuple
@@ -36,21 +36,23 @@ def frequencies(config: ModelConfig, ratio: int) -> np.ndarray:
     span = yarn.original_max_position_embeddings / (rotations * 2 * math.pi)
     return width * math.log(span) / (2 * math.log(theta))
 
-  low = max(math.floor(correction(yarn.beta_fast)), 0)
-  high = min(math.ceil(correction(yarn.beta_slow)), width - 1)
+  low = max(math.floor(correction(float(yarn.beta_fast))), 0)
+  high = min(math.ceil(correction(float(yarn.beta_slow))), width - 1)
   ramp = (np.arange(width // 2, dtype=np.float32) - low) / max(high - low, 1e-3)
   ramp = np.clip(ramp, 0, 1).astype(np.float32)
   return (plain / np.float32(yarn.factor) * ramp + plain * (1 - ramp)).astype(np.float32)
 
 
 def rotation(positions: Int[Array, "B T"], freqs: np.ndarray) -> Rotation:
-  """The table rows at `positions`. The angle is an f32 product, as released (golden README, rope/)."""
+  """The table rows at `positions`. The angle is an f32 product, as released."""
   angle = positions.astype(jnp.float32)[..., None] * freqs
   return Rotation(jnp.cos(angle), jnp.sin(angle))
 
 
-def rotate(x: Float[Array, "B T ... H"], table: Rotation, *, inverse: bool = False) -> Float[Array, "B T ... H"]:
-  """Rotates the last R channels of x as adjacent pairs, in f32; `inverse` turns back (conjugate)."""
+def rotate(
+    x: Float[Array, "B T ... H"], table: Rotation, *, inverse: bool = False
+) -> Float[Array, "B T ... H"]:
+  """Rotates the last R channels of x as adjacent pairs, in f32; `inverse` turns back."""
   width = 2 * table.cos.shape[-1]
   shape = table.cos.shape[:2] + (1,) * (x.ndim - 3) + (width // 2,)
   cos, sin = table.cos.reshape(shape), table.sin.reshape(shape)

@@ -1,4 +1,4 @@
-"""The text backbone: causal encoder, decoder reading the encoder's KV, shared state between layers."""
+"""The text backbone: causal encoder, decoder that reads the encoder's KV, state shared by layers."""
 
 from typing import Any, NamedTuple
 
@@ -58,7 +58,8 @@ class Transformer(nnx.Module):
     rngs: `nnx.Rngs` for the initial weights.
   """
 
-  def __init__(self, config: ModelConfig, compute: ComputeConfig = ComputeConfig(), *, rngs: nnx.Rngs):
+  def __init__(self, config: ModelConfig, compute: ComputeConfig | None = None, *, rngs: nnx.Rngs):
+    compute = compute or ComputeConfig()
     self.config, self.compute = config, compute
     self.schedule = Schedule.from_config(config)
     dtype = jnp.dtype(compute.param_dtype)
@@ -69,10 +70,14 @@ class Transformer(nnx.Module):
     })  # fmt: skip
     d = config.hidden_size
     self.embed = Embedding(config.vocab_size, d, std=1.0, rngs=rngs, dtype=dtype)
-    self.runs = nnx.List([
-        Block((len(run),), config, run[0], plan, chunk=compute.row_chunk, rngs=rngs, dtype=dtype)
-        for run in self.schedule.runs
-    ])
+    self.runs = nnx.List(
+        [
+            Block(
+                (len(run),), config, run[0], plan, chunk=compute.row_chunk, rngs=rngs, dtype=dtype
+            )
+            for run in self.schedule.runs
+        ]
+    )
     self.norm = RMSNorm((), d, config.rms_norm_eps, dtype=dtype)
     self.head = Linear((), d, config.vocab_size, rngs=rngs, dtype=dtype)
 

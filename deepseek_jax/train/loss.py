@@ -53,7 +53,9 @@ def next_token_nll(
   return jnp.sum(chunks.over_rows(of_chunk, (hidden, targets, weights), size))
 
 
-def sums(model: Transformer, batch: Batch, *, index_loss: str) -> tuple[Sums, Float[Array, "layers E"]]:
+def sums(
+    model: Transformer, batch: Batch, *, index_loss: str
+) -> tuple[Sums, Float[Array, "layers E"]]:
   """Loss numerators of a micro-batch and the expert loads of its layers."""
   out = model(
       batch.tokens, batch.rows, batch.ngrams,
