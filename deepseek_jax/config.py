@@ -103,6 +103,14 @@ _IGNORED = frozenset({
     "bos_token_id", "eos_token_id", "pad_token_id",
 })  # fmt: skip
 
+_POSITIVE = (
+    "vocab_size", "hidden_size", "moe_intermediate_size", "num_hidden_layers",
+    "num_attention_heads", "head_dim", "q_lora_rank", "o_lora_rank", "o_groups",
+    "n_routed_experts", "num_experts_per_tok", "sliding_window", "index_n_heads",
+    "index_head_dim", "index_topk", "hc_mult", "hc_sinkhorn_iters", "max_position_embeddings",
+    "engram_max_ngram_size",
+)  # fmt: skip
+
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
@@ -155,12 +163,7 @@ class ModelConfig:
   num_nextn_predict_layers: int = 0
 
   def __post_init__(self):
-    for name in (
-        "vocab_size hidden_size moe_intermediate_size num_hidden_layers num_attention_heads"
-        " head_dim q_lora_rank o_lora_rank o_groups n_routed_experts num_experts_per_tok sliding_window"
-        " index_n_heads index_head_dim index_topk hc_mult hc_sinkhorn_iters"
-        " max_position_embeddings engram_max_ngram_size"
-    ).split():
+    for name in _POSITIVE:
       require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
     require(
         self.head_dim % 32 == 0, "head_dim", self.head_dim,

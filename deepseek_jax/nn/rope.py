@@ -1,4 +1,4 @@
-"""Rotary embedding with the two released tables (spec 3): plain in window layers, YaRN elsewhere."""
+"""Rotary embedding with the two released tables (spec 3): plain in window layers, else YaRN."""
 
 import math
 from typing import NamedTuple

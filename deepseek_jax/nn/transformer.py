@@ -1,4 +1,4 @@
-"""The text backbone: causal encoder, decoder that reads the encoder's KV, state shared by layers."""
+"""The text backbone: causal encoder, decoder that reads its KV, state shared by layers."""
 
 from typing import Any, NamedTuple
 
