@@ -11,7 +11,8 @@ TEST_READY := $(VENV)/.test-ready
 .PHONY: finetune test test-fast lint format clean
 
 finetune: $(FINETUNE_READY)
-	$(BIN)/python scripts/finetune.py --config=configs/tiny.py --workdir=runs/finetune
+	$(BIN)/python scripts/finetune.py --config=configs/tiny.py --workdir=runs/finetune \
+	  $(if $(wildcard runs/finetune/checkpoints),--resume)
 
 test: $(TEST_READY)
 	$(BIN)/python -m pytest $(PYTEST_ARGS)

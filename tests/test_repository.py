@@ -19,6 +19,7 @@ ROOMS = {
     "pallas_kernels": 0,
     "deepseek_jax.config": 1,
     "deepseek_jax.schedule": 2,
+    "deepseek_jax.cli": 2,
     "deepseek_jax.tokenizer": 3,
     "deepseek_jax.ledger": 3,
     "deepseek_jax.sharding": 3,

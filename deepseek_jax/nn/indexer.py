@@ -8,7 +8,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from deepseek_jax.config import ModelConfig
-from deepseek_jax.nn.layers import Linear, RMSNorm
+from deepseek_jax.nn.layers import Linear, RMSNorm, dot
 from deepseek_jax.nn.rope import Rotation, rotate
 from deepseek_jax.quant import QuantPlan, fake_quant
 
@@ -60,7 +60,7 @@ class Indexer(nnx.Module):
 
 def index_scores(queries: Queries, keys: Float[Array, "B C J"]) -> Float[Array, "B T C"]:
   """I(i, j) = Σ_h w_h · ReLU(q_h · k_j), accumulated in f32. Zeros are +0: −0 would rank below."""
-  dots = jnp.einsum("btij,bcj->btic", queries.q, keys, preferred_element_type=jnp.float32)
+  dots = dot("btij,bcj->btic", queries.q, keys)
   scores = jnp.einsum("bti,btic->btc", queries.weights.astype(jnp.float32), jax.nn.relu(dots))
   return jnp.where(scores == 0, 0.0, scores)
 

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from deepseek_jax.nn import chunks
+from deepseek_jax.nn.layers import dot
 from deepseek_jax.nn.rows import Rows
 
 # Up to this many entries a selected entry, masking all entries beats gathering the selected ones on
@@ -79,16 +80,14 @@ def joint_attention(
   scaled = (q * q.shape[-1] ** -0.5).astype(q.dtype)
   logits = []
   for part in parts:
-    x = jnp.einsum(f"btnh,{part.axes}->btnc", scaled, part.keys, preferred_element_type=jnp.float32)
+    x = dot(f"btnh,{part.axes}->btnc", scaled, part.keys)
     logits.append(jnp.where(part.seen[:, :, None], x, -1e30))
   top = functools.reduce(jnp.maximum, [x.max(-1, keepdims=True) for x in logits], sink[:, None])
   total, out = jnp.exp(sink[:, None] - top), 0.0
   for part, x in zip(parts, logits):
     p = jnp.exp(x - top)  # exactly 0 where masked: top is at least the sink
     total = total + p.sum(-1, keepdims=True)
-    out = out + jnp.einsum(
-        f"btnc,{part.axes}->btnh", p.astype(q.dtype), part.keys, preferred_element_type=jnp.float32
-    )
+    out = out + dot(f"btnc,{part.axes}->btnh", p.astype(q.dtype), part.keys)
   lse = (top + jnp.log(total))[..., 0]
   return (out / total).astype(q.dtype), lse, jnp.sum(p / total, axis=2)
 
@@ -120,14 +119,13 @@ def joint_attention_gradients(
     axes, s = part.axes, "bctn" if shared else "btcn"
     along = 1 if shared else 2
     seen = jnp.swapaxes(part.seen, 1, 2) if shared else part.seen
-    x = jnp.einsum(f"{axes},btnh->{s}", part.keys, scaled, preferred_element_type=f32)
+    x = dot(f"{axes},btnh->{s}", part.keys, scaled)
     p = jnp.where(seen[..., None], jnp.exp(x - jnp.expand_dims(lse, along)), 0.0)
-    dp = jnp.einsum(f"{axes},btnh->{s}", part.keys, dout, preferred_element_type=f32)
+    dp = dot(f"{axes},btnh->{s}", part.keys, dout)
     ds = (p * (dp - jnp.expand_dims(delta, along))).astype(q.dtype)
-    dq = dq + jnp.einsum(f"{axes},{s}->bhtn", part.keys, ds, preferred_element_type=f32) * scale
+    dq = dq + dot(f"{axes},{s}->bhtn", part.keys, ds) * scale
     dkeys.append(
-        jnp.einsum(f"{s},btnh->{axes}", ds, scaled, preferred_element_type=f32)
-        + jnp.einsum(f"{s},btnh->{axes}", p.astype(q.dtype), dout, preferred_element_type=f32)
+        dot(f"{s},btnh->{axes}", ds, scaled) + dot(f"{s},btnh->{axes}", p.astype(q.dtype), dout)
     )
   dsink = -jnp.sum(jnp.exp(sink - lse) * delta, axis=(0, 1))
   return Gradients(dq, tuple(dkeys), dsink)

@@ -20,6 +20,22 @@ def constant(shape: tuple[int, ...], value: float, dtype=jnp.float32) -> nnx.Par
   return nnx.Param(jnp.full(shape, value, dtype))
 
 
+def dot(spec: str, a: Float[Array, "..."], b: Float[Array, "..."]) -> Float[Array, "..."]:
+  """An einsum with products summed and returned in f32.
+
+  XLA's CPU backend has no bf16 product with an f32 sum; there the operands are widened first, which
+  gives the same products.
+  """
+  if a.dtype == jnp.float32:
+    return jnp.einsum(spec, a, b)
+  f32 = jnp.float32
+  return jax.lax.platform_dependent(
+      a, b,
+      cpu=lambda a, b: jnp.einsum(spec, a.astype(f32), b.astype(f32)),
+      default=lambda a, b: jnp.einsum(spec, a, b, preferred_element_type=f32),
+  )  # fmt: skip
+
+
 class Linear(nnx.Module):
   """y = W x, computed in the dtype of x; W is [out, in]."""
 

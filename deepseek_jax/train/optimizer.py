@@ -7,8 +7,9 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
+
+from deepseek_jax.train import updates
 
 Group = Literal["muon", "sinkhorn", "adamw", "adamw_no_decay", "router_bias", "frozen"]
 Split = Literal["", "heads", "index heads", "output groups"]
@@ -17,13 +18,6 @@ Params = Any
 
 MOMENTUM = 0.95
 UPDATE_RMS = 0.18
-NEWTON_SCHULZ = ((3.4445, -4.7750, 2.0315),) * 8 + ((2.0, -1.5, 0.5),) * 2
-# Not the report's 1e-20: an expert that got no token for 1,000 steps has a momentum around 1e-23,
-# whose squares are 0 in f32, and dividing by 1e-20 would start Newton-Schulz far outside its range.
-NEWTON_SCHULZ_EPS = 1e-8
-BALANCE_ROUNDS = 11
-BALANCE_MASK = 1e-3
-BALANCE_EPS = 1e-20
 
 
 class Rule(NamedTuple):
@@ -171,71 +165,19 @@ def _split_count(path: tuple[str, ...], shapes: dict[tuple[str, ...], tuple[int,
   return count
 
 
-def orthogonalize(x: jax.Array) -> jax.Array:
-  """Nearest semi-orthogonal matrix by Newton-Schulz, V4's schedule of 8 + 2 iterations.
-
-  Args:
-    x: [..., rows, columns], f32. Leading axes are a batch.
-
-  Returns:
-    Same shape; the singular values of each matrix are near 1, zero matrices stay zero.
-  """
-  tall = x.shape[-2] > x.shape[-1]
-  if tall:
-    x = x.mT
-  x = x / (jnp.linalg.norm(x, axis=(-2, -1), keepdims=True) + NEWTON_SCHULZ_EPS)
-
-  def step(x, coefficients):
-    a, b, c = coefficients
-    gram = x @ x.mT
-    return a * x + (b * gram + c * (gram @ gram)) @ x, None
-
-  # Scanned, not unrolled: 200 leaves compile in 4 s instead of 21-26 s and run no slower (2 cores).
-  # One batch for all leaves of equal shape: 10 ms against 13 ms at 0.6 M parameters, but 2.3 s
-  # against 0.8 s at 22 M.
-  x, _ = jax.lax.scan(step, x, np.asarray(NEWTON_SCHULZ, np.float32))
-  return x.mT if tall else x
-
-
-def balance(x: jax.Array) -> jax.Array:
-  """Sinkhorn-balanced update of a table: alternating row (odd) and column (even) L2 normalisation.
-
-  The report multiplies by √n without saying which n. Read here as the row length: the last round
-  is a row round, so every row leaves with RMS 1 and the factor 0.18 gives Muon's update RMS. Read
-  as the number of rows it would grow with the vocabulary. The mean of the mask is over all rows of
-  a table, rows without gradient included. ε is added to the norm, not to its square, so that the
-  result does not depend on the gradient's scale.
-
-  Args:
-    x: [..., rows, columns], f32. Leading axes are a batch of tables.
-
-  Returns:
-    Same shape; rows of norm <= 1e-3 of the mean row norm are zero, the others have RMS 1.
-  """
-  norms = jnp.linalg.norm(x, axis=-1, keepdims=True)
-  x = jnp.where(norms > BALANCE_MASK * norms.mean(axis=-2, keepdims=True), x, 0.0)
-
-  def unit(x, axis):
-    return x / (jnp.linalg.norm(x, axis=axis, keepdims=True) + BALANCE_EPS)
-
-  x = unit(x, -1)
-  x = jax.lax.fori_loop(0, BALANCE_ROUNDS // 2, lambda _, x: unit(unit(x, -2), -1), x)
-  return x * math.sqrt(x.shape[-1])
-
-
 def _muon_update(x: jax.Array, count: int) -> jax.Array:
   rows, columns = x.shape[-2:]
   heads = x.reshape(*x.shape[:-2], count, rows // count, columns)
   scale = UPDATE_RMS * math.sqrt(max(heads.shape[-2:]))
-  return (orthogonalize(heads) * scale).reshape(x.shape)
+  return (updates.orthogonalize(heads) * scale).reshape(x.shape)
 
 
 def _stateless_with_names(
     f: Callable[[tuple[str, ...], jax.Array], jax.Array],
 ) -> optax.GradientTransformation:
-  def update(updates, params):
+  def update(tree, params):
     del params
-    return jax.tree_util.tree_map_with_path(lambda key, x: f(path_names(key), x), updates)
+    return jax.tree_util.tree_map_with_path(lambda key, x: f(path_names(key), x), tree)
 
   return optax.stateless(update)
 
@@ -321,7 +263,7 @@ def make_optimizer(
                   decay,
               ),
               "sinkhorn": optax.chain(
-                  momentum, _stateless_with_names(lambda _, x: balance(x) * UPDATE_RMS)
+                  momentum, _stateless_with_names(lambda _, x: updates.balance(x) * UPDATE_RMS)
               ),
               "adamw": optax.chain(adam, decay),
               "adamw_no_decay": adam,
@@ -342,80 +284,14 @@ def make_optimizer(
     with jax.numpy_dtype_promotion("standard"):
       return transform.init(f32(params))
 
-  def update(updates, state, params=None):
+  def update(grads, state, params=None):
     if params is None:
       raise ValueError("update needs params: decoupled decay reads them")
     with jax.numpy_dtype_promotion("standard"):
-      updates, state = transform.update(f32(updates), state, f32(params))
-    return jax.tree.map(lambda u, p: u.astype(p.dtype), updates, params), state
+      steps, state = transform.update(f32(grads), state, f32(params))
+    return jax.tree.map(lambda u, p: u.astype(p.dtype), steps, params), state
 
   return optax.GradientTransformation(init, update)
-
-
-def learning_rate_schedule(
-    kind: Literal["constant", "cosine", "report"],
-    peak: float,
-    warmup_steps: int,
-    total_steps: int,
-    final: float,
-) -> optax.Schedule:
-  """Learning rate by step: linear from 0 at step 0 to `peak` at `warmup_steps`, then `kind`.
-
-  - constant: `peak` for ever; `final` is not read.
-  - cosine: half a cosine from `peak` to `final * peak` at `total_steps`, constant after it.
-  - report: `peak` up to 28/45 of `total_steps`, half a cosine to `final * peak` at 40/45, constant
-    after it (report, pre-training: 2,000 warm-up steps, 2.6e-4 to 28T tokens, 2.6e-5 from 40T to
-    45T).
-
-  Args:
-    kind: the shape after the warm-up.
-    peak: largest learning rate.
-    warmup_steps: steps; 0 starts at `peak`.
-    total_steps: steps of the run, warm-up included.
-    final: last learning rate as a fraction of `peak` (report: 0.1).
-
-  Returns:
-    An optax schedule.
-
-  Raises:
-    ValueError: an unknown kind, or a number out of range.
-  """
-  if kind not in ("constant", "cosine", "report"):
-    raise ValueError(f"kind is {kind!r}; allowed: 'constant', 'cosine', 'report'")
-  if not 0 < peak < math.inf:
-    raise ValueError(f"peak is {peak}; allowed: finite and > 0")
-  if not 0 <= final <= 1:
-    raise ValueError(f"final is {final}; allowed: 0 to 1, a fraction of peak")
-  hold_end = {"constant": total_steps, "cosine": warmup_steps}.get(
-      kind, round(total_steps * 28 / 45)
-  )
-  decay_end = round(total_steps * 40 / 45) if kind == "report" else total_steps
-  if not 0 <= warmup_steps <= hold_end:
-    raise ValueError(f"warmup_steps is {warmup_steps}; allowed for {kind!r}: 0 to {hold_end}")
-  if kind != "constant" and decay_end <= hold_end:
-    raise ValueError(
-        f"total_steps is {total_steps}; {kind!r} with {warmup_steps} warm-up steps leaves no step"
-        " to decay in"
-    )
-
-  pieces, ends = [], []
-  if warmup_steps:
-    pieces.append(optax.linear_schedule(0.0, peak, warmup_steps))
-    ends.append(warmup_steps)
-  if hold_end > warmup_steps or kind == "constant":
-    pieces.append(optax.constant_schedule(peak))
-    ends.append(hold_end)
-  if kind == "constant":
-    ends.pop()
-  else:
-    pieces.append(optax.cosine_decay_schedule(peak, decay_end - hold_end, alpha=final))
-  schedule = optax.join_schedules(pieces, ends)
-
-  def at(step):
-    with jax.numpy_dtype_promotion("standard"):
-      return schedule(step)
-
-  return at
 
 
 def router_bias_update(bias: jax.Array, load: jax.Array, speed: float) -> jax.Array:

@@ -1,0 +1,1 @@
+"""Measurements of a model: perplexity, retrieval, resumed serving, parity with golden files."""

@@ -1,0 +1,311 @@
+"""The training run: data, steps, checkpoints, journal, and what the terminal shows."""
+
+import contextlib
+import math
+import pathlib
+import signal
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import rich.console
+import rich.progress
+from flax import nnx
+
+from deepseek_jax import tokenizer as tok
+from deepseek_jax.checkpoint.training import Checkpoints, check_config
+from deepseek_jax.config import Config
+from deepseek_jax.train import conversations, data, sample, step
+from deepseek_jax.train.conversations import Example
+from deepseek_jax.train.journal import Journal
+
+
+class Data(NamedTuple):
+  """Tokenizer, the training pipeline and packed evaluation batches [B, T]."""
+
+  tokenizer: tok.Tokenizer
+  pipeline: data.Pipeline
+  held_out: list[data.Batch]
+
+
+def load_data(config: Config) -> Data:
+  """Conversations of `config.data`, split and packed.
+
+  Raises:
+    ValueError: an unfit conversation, a model that does not fit the tokenizer, an empty side of the
+      split.
+    OSError: `data.source` cannot be read.
+  """
+  d, t, m = config.data, config.train, config.model
+  tokenizer = tok.from_name(d.tokenizer)
+  if m.vocab_size < tokenizer.vocab_size:
+    raise ValueError(
+        f"model.vocab_size is {m.vocab_size}; it must be at least {tokenizer.vocab_size} for"
+        f" data.tokenizer {d.tokenizer!r}"
+    )
+  order = m.engram_max_ngram_size if m.engram_layer_ids else 0
+  classes = tok.token_classes(tokenizer) if order else None
+  if order and m.engram_compressed_vocab_size != classes.max() + 1:
+    raise ValueError(
+        f"model.engram_compressed_vocab_size is {m.engram_compressed_vocab_size}; it must be"
+        f" {classes.max() + 1}, the classes of data.tokenizer {d.tokenizer!r}"
+    )
+  found = (
+      conversations.chatterbot_conversations()
+      if d.source == "chatterbot"
+      else conversations.read_jsonl(d.source)
+  )
+  encoded = conversations.encode_conversations(found, tokenizer, t.seq_len, d.truncate)
+  kept = [example for example in encoded.examples if example.loss.any()]
+  training, held_out = data.split(kept, d.eval_fraction, t.seed)
+  pipeline = data.Pipeline(
+      training, tokenizer, seq_len=t.seq_len, batch_size=t.batch_size,
+      accumulation=t.accumulation, seed=t.seed, ngram_order=order,
+  )  # fmt: skip
+  collate = lambda rows: data.collate(held_out, rows, t.seq_len, tokenizer.pad_id, classes, order)
+  return Data(tokenizer, pipeline, [collate(rows) for rows in _batches(held_out, config)])
+
+
+def _batches(examples: Sequence[Example], config: Config) -> list[list[list[int]]]:
+  size = config.train.batch_size
+  lengths = [len(example.tokens) for example in examples]
+  rows = data.pack(lengths, config.train.seq_len, range(len(examples)))
+  rows += [[]] * (-len(rows) % size)
+  return [rows[i : i + size] for i in range(0, len(rows), size)]
+
+
+@contextlib.contextmanager
+def _terminations() -> Iterator[threading.Event]:
+  """An event that SIGTERM sets instead of ending the process."""
+  asked = threading.Event()
+  if threading.current_thread() is not threading.main_thread():
+    yield asked  # Python delivers signals to the main thread alone.
+    return
+  before = signal.signal(signal.SIGTERM, lambda *_: asked.set())
+  try:
+    yield asked
+  finally:
+    signal.signal(signal.SIGTERM, before)
+
+
+class _Display:
+  """A progress bar on a terminal, a line at most every few seconds elsewhere, on standard error."""
+
+  SECONDS = 5.0
+
+  def __init__(self, start: int, steps: int):
+    self.console = rich.console.Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
+    self._last = -math.inf
+    self._steps = steps
+    self._bar = rich.progress.Progress(
+        rich.progress.TextColumn("step {task.completed}/{task.total}"),
+        rich.progress.BarColumn(),
+        rich.progress.TextColumn("loss {task.fields[loss]}  {task.fields[speed]} tokens/s"),
+        rich.progress.TimeRemainingColumn(),
+        console=self.console,
+        disable=not self.console.is_terminal,
+    )
+    self._task = self._bar.add_task("", total=steps, completed=start, loss="–", speed="–")
+
+  def __enter__(self) -> "_Display":
+    self._bar.start()
+    return self
+
+  def __exit__(self, *_: Any) -> None:
+    self._bar.stop()
+
+  def say(self, text: str) -> None:
+    self.console.print(text)
+
+  def step(self, record: dict[str, Any]) -> None:
+    done, speed = record["step"], record["tokens_per_second"]
+    shown = "–" if speed is None else f"{speed:,.0f}"
+    self._bar.update(self._task, completed=done, loss=f"{record['loss']:.3f}", speed=shown)
+    now = time.monotonic()
+    due = now - self._last > self.SECONDS or done == self._steps or "eval_loss" in record
+    if not self.console.is_terminal and due:
+      self._last = now
+      left = "" if speed is None else f"  ETA {(self._steps - done) * record['seconds']:.0f} s"
+      held_out = f"  held out {record['eval_loss']:.4f}" if "eval_loss" in record else ""
+      loss = f"loss {record['loss']:.4f}{held_out}"
+      self.say(f"step {done}/{self._steps}  {loss}  {shown} tokens/s{left}")
+
+
+def _open(config: Config, workdir: pathlib.Path, resume: bool) -> Checkpoints:
+  """Checkpoints of the workdir, after every reason to refuse it."""
+  checkpoints = Checkpoints(workdir / "checkpoints", keep=config.train.keep_checkpoints)
+  steps = checkpoints.steps()
+  if resume:
+    if not steps:
+      raise ValueError(f"workdir {workdir} holds no checkpoint to resume; start without --resume")
+    check_config(checkpoints.config(), config)
+  elif steps:
+    check_config(checkpoints.config(), config)
+    raise ValueError(
+        f"workdir {workdir} holds checkpoints up to step {steps[-1]}; pass --resume to continue"
+        " them, or another workdir"
+    )
+  elif (workdir / "metrics.jsonl").exists():
+    raise ValueError(f"workdir {workdir} holds the metrics of a run; choose another workdir")
+  return checkpoints
+
+
+def run(config: Config, workdir: str | pathlib.Path, resume: bool = False) -> dict[str, Any]:
+  """Trains `config` in `workdir`.
+
+  Writes `checkpoints/` (from step 0 on, so that any kill can be resumed), `metrics.jsonl`,
+  `tensorboard/`, and at the end `loss.png` and `sample.txt`. On SIGTERM the step in work is
+  finished and checkpointed and the function returns. A resumed run continues bit for bit.
+
+  Args:
+    config: with a train section.
+    workdir: of this experiment alone.
+    resume: continue from the newest whole checkpoint.
+
+  Returns:
+    `steps` (finished), `first_loss` and `last_loss` (nats per target token), `eval_loss` (last one,
+    or None), `tokens_per_second` (median over the steps of this call, without the first; None if
+    there are none), `compile_seconds` (of the step; None if none ran).
+
+  Raises:
+    ValueError: a workdir that holds another configuration's checkpoint, or any without `resume`;
+      `resume` without a checkpoint, or with none that is whole; unfit data.
+    FloatingPointError: a loss that is not finite; checkpoints before it are kept.
+  """
+  if config.train is None:
+    raise ValueError("train is None; a training run needs a train section")
+  workdir = pathlib.Path(workdir)
+  checkpoints = _open(config, workdir, resume)
+  source = load_data(config)
+  batches = iter(source.pipeline)
+  graphdef, _ = step.abstract_model(config)
+  if resume:
+    restored = checkpoints.restore(jax.eval_shape(lambda: step.init_state(config)))
+    batches.set_state(restored.iterator)
+    checkpoints.set_aside(restored.damaged)
+    checkpoints.sweep()
+    state, done = restored.state, restored.step
+    del restored
+  else:
+    state, done = step.init_state(config), 0
+    workdir.mkdir(parents=True, exist_ok=True)
+    checkpoints.save(0, state, batches.get_state(), config)
+  journal = Journal(workdir, done)
+  try:
+    with _terminations() as stop, _Display(done, config.train.steps) as display:
+      training = _Training(config, graphdef, source, batches, checkpoints, journal, display)
+      state = training.go(state, done, stop)
+      if not stop.is_set():
+        training.finish(state, workdir)
+      elif training.done < config.train.steps:
+        display.say(f"stopped at step {training.done}; continue with --resume")
+    return training.summary()
+  finally:
+    journal.close()
+    checkpoints.close()
+
+
+class _Training:
+  """The loop and what it needs."""
+
+  def __init__(
+      self, config: Config, graphdef: nnx.GraphDef, source: Data, batches: data.BatchIterator,
+      checkpoints: Checkpoints, journal: Journal, display: _Display,
+  ):  # fmt: skip
+    self._config, self._graphdef, self._source, self._batches = config, graphdef, source, batches
+    self._checkpoints, self._journal, self._display = checkpoints, journal, display
+    self._evaluate = step.make_eval(graphdef, config)
+    self._compile_seconds: float | None = None
+    self._speeds: list[float] = []
+    self.done = 0
+
+  def go(self, state: step.TrainState, done: int, stop: threading.Event) -> step.TrainState:
+    """Steps up to the last one or until `stop` is set; the last state is checkpointed."""
+    t = self._config.train
+    self.done = done
+    train_step = step.make_step(self._graphdef, self._config)
+    pending: tuple[int, step.Metrics] | None = None
+    started = time.monotonic()
+    for now in range(done + 1, t.steps + 1):
+      # Dispatch returns at once: this batch is packed, and the last step's metrics are written,
+      # while a step runs.
+      batch = next(self._batches).batch
+      if self._compile_seconds is None:
+        self._display.say("compiling the step")
+        began = time.monotonic()
+        train_step = train_step.lower(state, batch).compile()
+        self._compile_seconds = time.monotonic() - began
+        started = time.monotonic()
+      state, metrics = train_step(state, batch)
+      if pending is not None:
+        started = self._report(*pending, started)
+      pending = now, metrics
+      self.done = now
+      evaluates = now % t.eval_every == 0 or now == t.steps
+      saves = now % t.checkpoint_every == 0 or now == t.steps or stop.is_set()
+      if evaluates or saves:
+        started = self._report(*pending, started, state.params if evaluates else None)
+        pending = None
+      if saves:
+        self._checkpoints.save(now, state, self._batches.get_state(), self._config)
+        started = time.monotonic()
+        if stop.is_set():
+          break
+    return state
+
+  def _report(
+      self, now: int, metrics: step.Metrics, started: float, params: nnx.State | None = None
+  ) -> float:
+    """Writes a step's metrics; returns when the next step began, in seconds."""
+    values = {name: float(value) for name, value in jax.device_get(metrics)._asdict().items()}
+    ended = time.monotonic()
+    if not math.isfinite(values["loss"]) or not math.isfinite(values["grad_norm"]):
+      raise FloatingPointError(
+          f"step {now}: loss {values['loss']}, gradient norm {values['grad_norm']}; the last"
+          f" checkpoint is of step {max(self._checkpoints.steps())}"
+      )
+    seconds = ended - started
+    speed = values["tokens"] / seconds
+    record = {"step": now, **values, "seconds": seconds, "tokens_per_second": speed}
+    self._speeds.append(speed)
+    if params is not None:
+      record["eval_loss"] = self.eval_loss(params)
+      ended = time.monotonic()
+    self._journal.write(record)
+    self._display.step(record)
+    return ended
+
+  def eval_loss(self, params: nnx.State) -> float:
+    """Mean nll over the response tokens of the held-out side, in nats."""
+    sums = [self._evaluate(params, batch) for batch in self._source.held_out]
+    nll, targets = np.sum(jax.device_get(sums), axis=0, dtype=np.float64)
+    return float(nll / max(targets, 1.0))
+
+  def finish(self, state: step.TrainState, workdir: pathlib.Path) -> None:
+    """Loss curve and sample."""
+    t = self._config.train
+    self._journal.plot()
+    model = nnx.merge(self._graphdef, state.params)
+    answer = sample.reply(
+        model, self._source.tokenizer, t.sample_prompt, max_new_tokens=t.sample_tokens,
+        temperature=0.7, seed=t.seed,
+    )  # fmt: skip
+    (workdir / "sample.txt").write_text(f"user: {t.sample_prompt}\nassistant: {answer}\n")
+    self._display.say(f"user: {t.sample_prompt}\nassistant: {answer}")
+
+  def summary(self) -> dict[str, Any]:
+    records = self._journal.records
+    losses = [record["loss"] for record in records]
+    held_out = [record["eval_loss"] for record in records if "eval_loss" in record]
+    speeds = self._speeds[1:]
+    return {
+        "steps": self.done,
+        "first_loss": losses[0] if losses else None,
+        "last_loss": losses[-1] if losses else None,
+        "eval_loss": held_out[-1] if held_out else None,
+        "tokens_per_second": float(np.median(speeds)) if speeds else None,
+        "compile_seconds": self._compile_seconds,
+    }
