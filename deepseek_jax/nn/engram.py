@@ -172,6 +172,7 @@ class Engram(nnx.Module):
 
     weight = self.q_weight[...].astype(jnp.float32) * self.k_weight[...].astype(jnp.float32)
     dot = jnp.sum(v * weight * keys, axis=-1) * inverse_rms(v) * inverse_rms(keys) * d**-0.5
-    gate = jax.nn.sigmoid(jnp.sign(dot) * jnp.sqrt(jnp.maximum(jnp.abs(dot), 1e-6)))
+    sign = jnp.where(dot < 0, -1.0, 1.0)  # of +0 is +1, as released
+    gate = jax.nn.sigmoid(sign * jnp.sqrt(jnp.maximum(jnp.abs(dot), 1e-6)))
     gate = jnp.where(live[..., None], gate, 0.0)
     return (v + gate[..., None] * value).astype(x.dtype)

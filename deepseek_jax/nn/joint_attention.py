@@ -77,10 +77,9 @@ def joint_attention(
   Returns:
     The output; log Σ exp over keys and sink; the last part's probabilities summed over heads.
   """
-  scaled = (q * q.shape[-1] ** -0.5).astype(q.dtype)
-  logits = []
+  scale, logits = q.shape[-1] ** -0.5, []
   for part in parts:
-    x = dot(f"btnh,{part.axes}->btnc", scaled, part.keys)
+    x = dot(f"btnh,{part.axes}->btnc", q, part.keys) * scale
     logits.append(jnp.where(part.seen[:, :, None], x, -1e30))
   top = functools.reduce(jnp.maximum, [x.max(-1, keepdims=True) for x in logits], sink[:, None])
   total, out = jnp.exp(sink[:, None] - top), 0.0
@@ -111,7 +110,6 @@ def joint_attention_gradients(
   costs a CPU more than computing them.
   """
   scale, f32 = q.shape[-1] ** -0.5, jnp.float32
-  scaled = (q * scale).astype(q.dtype)
   delta = jnp.sum(dout.astype(f32) * out.astype(f32), axis=-1)
   dq, dkeys = 0.0, []
   for part in parts:
@@ -119,13 +117,13 @@ def joint_attention_gradients(
     axes, s = part.axes, "bctn" if shared else "btcn"
     along = 1 if shared else 2
     seen = jnp.swapaxes(part.seen, 1, 2) if shared else part.seen
-    x = dot(f"{axes},btnh->{s}", part.keys, scaled)
+    x = dot(f"{axes},btnh->{s}", part.keys, q) * scale
     p = jnp.where(seen[..., None], jnp.exp(x - jnp.expand_dims(lse, along)), 0.0)
     dp = dot(f"{axes},btnh->{s}", part.keys, dout)
     ds = (p * (dp - jnp.expand_dims(delta, along))).astype(q.dtype)
     dq = dq + dot(f"{axes},{s}->bhtn", part.keys, ds) * scale
     dkeys.append(
-        dot(f"{s},btnh->{axes}", ds, scaled) + dot(f"{s},btnh->{axes}", p.astype(q.dtype), dout)
+        dot(f"{s},btnh->{axes}", ds, q) * scale + dot(f"{s},btnh->{axes}", p.astype(q.dtype), dout)
     )
   dsink = -jnp.sum(jnp.exp(sink - lse) * delta, axis=(0, 1))
   return Gradients(dq, tuple(dkeys), dsink)

@@ -26,8 +26,9 @@ def frequencies(config: ModelConfig, ratio: int) -> np.ndarray:
   """
   width = config.qk_rope_head_dim
   theta = config.compress_rope_theta if ratio else config.rope_theta
-  exponent = np.arange(0, width, 2, dtype=np.float32) / np.float32(width)
-  plain = (np.float32(1.0) / np.float32(theta) ** exponent).astype(np.float32)
+  # The power in f64, then f32: an f32 power is off by one ulp in some pairs, 0.03 rad at 1M.
+  exponent = (np.arange(0, width, 2, dtype=np.float32) / np.float32(width)).astype(np.float64)
+  plain = np.float32(1.0) / (theta**exponent).astype(np.float32)
   if ratio == 0:
     return plain
   yarn = config.rope_scaling
