@@ -32,9 +32,8 @@ BLOCK = {
     "engram.embed.weight": (ROWS, HD), "engram.wkv.weight": ((M + 1) * D, COLS * HD),
     "engram.q_weight": (M, D), "engram.k_weight": (M, D),
 }  # fmt: skip
-SHAPES = {"embed.weight": (V, D), "head.weight": (V, D), "norm.weight": (D,)} | {
-    f"runs.0.{name}": (2, *shape) for name, shape in BLOCK.items()
-}
+SHAPES = {"embed.weight": (V, D), "head.weight": (V, D), "norm.weight": (D,)}
+SHAPES |= {f"runs.0.{name}": (2, *shape) for name, shape in BLOCK.items()}
 # Rows of the matrices that Muon must see, where that is not the whole weight.
 SPLIT = {"attn.wq_b.weight": N, "attn.indexer.wq_b.weight": I, "attn.wo_a.weight": O}
 
@@ -162,10 +161,9 @@ def test_muon_is_the_polar_factor_of_the_nesterov_momentum_of_each_matrix():
     direction = matrices(name, 0.95 * (0.95 * g1[name] + g2[name]) + g2[name])
     left, _, right = np.linalg.svd(direction, full_matrices=False)
     scale = 0.18 * np.sqrt(max(direction.shape[-2:]))
-    np.testing.assert_allclose(
-        matrices(name, got[name]), -scale * left @ right, atol=0.03 * scale, err_msg=name
-    )
-    np.testing.assert_allclose(rms(matrices(name, got[name]), (-2, -1)), 0.18, rtol=0.01)
+    ours = matrices(name, got[name])
+    np.testing.assert_allclose(ours, -scale * left @ right, atol=0.03 * scale, err_msg=name)
+    np.testing.assert_allclose(rms(ours, (-2, -1)), 0.18, rtol=0.01)
 
 
 @pytest.mark.parametrize("name", MUON)
