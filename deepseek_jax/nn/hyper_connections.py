@@ -108,13 +108,15 @@ def _expand_forward(y, x, c):
 
 def _expand_backward(saved, d):
   y, x, c = saved
-  d = jax.lax.optimization_barrier(d).astype(jnp.float32)
-  dy = sum(c.post[..., k, None] * d[..., k, :] for k in range(d.shape[2]))
-  dx = _mixed(jnp.swapaxes(c.mix, -1, -2), d)
+  d = d.astype(jnp.float32)
+  # dy and dx from one product, so that dy exists: XLA would fuse the sum that makes it into the
+  # strided transpose which the next weight gradient needs.
+  weights = jnp.concatenate([c.post[..., None, :], c.mix], axis=-2)
+  both = jnp.einsum("btjk,btkd->btjd", weights, d)
   dpost = jnp.einsum("btd,btkd->btk", y.astype(jnp.float32), d)
   dmix = jnp.einsum("btjd,btkd->btjk", x.astype(jnp.float32), d)
-  dy = jax.lax.optimization_barrier(dy.astype(y.dtype))  # else fused into a strided transpose
-  return dy, dx.astype(x.dtype), Coefficients(jnp.zeros_like(c.pre), dpost, dmix)
+  dc = Coefficients(jnp.zeros_like(c.pre), dpost, dmix)
+  return both[..., 0, :].astype(y.dtype), both[..., 1:, :].astype(x.dtype), dc
 
 
 collapse.defvjp(_collapse_forward, _collapse_backward)

@@ -34,7 +34,6 @@ BLOCK = {
 }  # fmt: skip
 SHAPES = {"embed.weight": (V, D), "head.weight": (V, D), "norm.weight": (D,)}
 SHAPES |= {f"runs.0.{name}": (2, *shape) for name, shape in BLOCK.items()}
-# Rows of the matrices that Muon must see, where that is not the whole weight.
 SPLIT = {"attn.wq_b.weight": N, "attn.indexer.wq_b.weight": I, "attn.wo_a.weight": O}
 
 MUON = [n for n in SHAPES if opt.label(tuple(n.split(".")), np.zeros(SHAPES[n])) == "muon"]
@@ -78,7 +77,7 @@ FEW_PARAMS = random_tree(0, names=FEW)
 few = functools.partial(random_tree, names=FEW)
 
 
-# Compiles in less than half the time; the arrays are too small to notice the slower code.
+# Compiles in less than half the time.
 quick_jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 
 
