@@ -13,9 +13,7 @@ only, attention over window and selected entries, index scores over what a row m
 three times where gradients flow. Those of the optimiser are not counted.
 
 `--yardstick` alternates with a command whose last line is JSON with {"seconds": {"median": …}}. The
-ratio is its median over that of the gradient in the repeat before it: above 1, this is faster.
-
-Exit status: 0, or 2 for bad input.
+ratio is its median over that of the gradient in the repeat before it: above 1, this is faster. Exit status: 0, or 2 for bad input.
 """
 
 import argparse
@@ -46,10 +44,11 @@ from flax import nnx
 from deepseek_jax import cli
 from deepseek_jax import config as configuration
 from deepseek_jax import tokenizer as tok
+from deepseek_jax.checkpoint import released
 from deepseek_jax.nn.rows import Rows
 from deepseek_jax.nn.transformer import Transformer
 from deepseek_jax.schedule import Schedule
-from deepseek_jax.train import optimizer, step
+from deepseek_jax.train import step
 from deepseek_jax.train.data import Batch
 
 # A released configuration brings no training section; balancing is off, as in the yardstick.
@@ -114,7 +113,7 @@ def useful_flops(config: configuration.Config) -> dict[str, float]:
   totals = collections.Counter(linear=0.0, attention=0.0, index=0.0)
   shapes = jax.tree_util.tree_flatten_with_path(step.abstract_model(config)[1])[0]
   for key, leaf in shapes:
-    path = optimizer.path_names(key)
+    path = released.path_names(key)
     name = ".".join(path[2:]) if path[0] == "runs" else ".".join(path)
     if name.split(".")[-2:] == ["embed", "weight"] or "norm" in name:
       continue

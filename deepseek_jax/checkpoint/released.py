@@ -4,7 +4,8 @@ Weights keep their released orientation [out, in], so a name maps to one slice o
 `layers.{l}.` picks a run and a place in its stack, `experts.{e}.` a place on the expert axis.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,10 +19,25 @@ from deepseek_jax.schedule import Schedule
 SKIPPED = ("mtp.", "vision.", "aligner.", "image_start", "image_end", "image_newline")
 
 
-def _path(key_path) -> tuple[str, ...]:
-  """Names along a pytree path; nnx adds a final `.value`."""
-  keys = (getattr(k, "key", getattr(k, "idx", getattr(k, "name", None))) for k in key_path)
-  return tuple(str(k) for k in keys if k != "value")
+def path_names(key_path: Sequence[Any]) -> tuple[str, ...]:
+  """Names along a JAX key path, without the `.value` that an `nnx.Variable` adds at its end.
+
+  Dictionaries, `nnx.State`, `nnx.split` results and the module itself give the same names:
+  `("runs", "0", "attn", "wq_a", "weight")`.
+
+  Args:
+    key_path: as `jax.tree_util.tree_flatten_with_path` gives it.
+
+  Returns:
+    One string a level.
+  """
+  names = []
+  for key in key_path:
+    part = next(getattr(key, field) for field in ("key", "name", "idx") if hasattr(key, field))
+    names.append(str(part))
+  if names and isinstance(key_path[-1], jax.tree_util.GetAttrKey) and names[-1] == "value":
+    names.pop()
+  return tuple(names)
 
 
 def slices(
@@ -46,7 +62,7 @@ def to_released(state: nnx.State, schedule: Schedule) -> dict[str, np.ndarray]:
   named = {}
   for key_path, leaf in jax.tree_util.tree_flatten_with_path(state)[0]:
     value = np.asarray(leaf)
-    for name, index in slices(_path(key_path), value.shape, schedule):
+    for name, index in slices(path_names(key_path), value.shape, schedule):
       named[name] = value[index]
   return named
 
@@ -65,7 +81,7 @@ def load(model: Transformer, tensors: Mapping[str, np.ndarray]) -> Transformer:
 
   def fill(key_path, leaf):
     value = np.empty(leaf.shape, np.float32)
-    for name, index in slices(_path(key_path), leaf.shape, model.schedule):
+    for name, index in slices(path_names(key_path), leaf.shape, model.schedule):
       if name not in tensors:
         if name.endswith("gate.bias_vl"):
           value[index] = 0

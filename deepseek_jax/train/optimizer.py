@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from deepseek_jax.checkpoint.released import path_names
 from deepseek_jax.train import updates
 
 Group = Literal["muon", "sinkhorn", "adamw", "adamw_no_decay", "router_bias", "frozen"]
@@ -58,27 +59,6 @@ RULES = (
     Rule(r"ffn\.gate\.(bias|bias_vl)", "router_bias"),
 )
 _UNTRAINED = ("router_bias", "frozen")
-
-
-def path_names(key_path: Sequence[Any]) -> tuple[str, ...]:
-  """Names along a JAX key path, without the `.value` that an `nnx.Variable` adds at its end.
-
-  Dictionaries, `nnx.State`, `nnx.split` results and the module itself give the same names:
-  `("runs", "0", "attn", "wq_a", "weight")`.
-
-  Args:
-    key_path: as `jax.tree_util.tree_flatten_with_path` gives it.
-
-  Returns:
-    One string a level.
-  """
-  names = []
-  for key in key_path:
-    part = next(getattr(key, field) for field in ("key", "name", "idx") if hasattr(key, field))
-    names.append(str(part))
-  if names and isinstance(key_path[-1], jax.tree_util.GetAttrKey) and names[-1] == "value":
-    names.pop()
-  return tuple(names)
 
 
 def _rule(path: tuple[str, ...]) -> Rule:

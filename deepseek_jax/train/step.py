@@ -9,6 +9,7 @@ import optax
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from deepseek_jax.checkpoint import released
 from deepseek_jax.config import Config
 from deepseek_jax.nn.transformer import Transformer
 from deepseek_jax.schedule import Schedule
@@ -135,7 +136,7 @@ def make_gradient(graphdef: nnx.GraphDef, config: Config) -> Callable[[nnx.State
   groups, _ = _groups(config, abstract_model(config)[1])
 
   def trained(key, leaf):
-    untrained = groups[optimizer.path_names(key)] in ("router_bias", "frozen")
+    untrained = groups[released.path_names(key)] in ("router_bias", "frozen")
     return jax.lax.stop_gradient(leaf) if untrained else leaf
 
   def micro_loss(params, micro, counts):
@@ -173,7 +174,7 @@ def _moved_biases(
   lengths = [len(run) for run in Schedule.from_config(config.model).runs]
 
   def move(key, leaf):
-    path = optimizer.path_names(key)
+    path = released.path_names(key)
     if groups[path] != "router_bias" or path[-1] != "bias":
       return leaf
     start = sum(lengths[: int(path[1])])
