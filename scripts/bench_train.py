@@ -13,7 +13,8 @@ only, attention over window and selected entries, index scores over what a row m
 three times where gradients flow. Those of the optimiser are not counted.
 
 `--yardstick` alternates with a command whose last line is JSON with {"seconds": {"median": …}}. The
-ratio is its median over that of the gradient in the repeat before it: above 1, this is faster. Exit status: 0, or 2 for bad input.
+ratio is its median over that of the gradient in the repeat before it: above 1, this is faster.
+Exit status: 0, or 2 for bad input.
 """
 
 import argparse
