@@ -11,7 +11,6 @@ import jax
 import numpy as np
 import pytest
 
-jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
 _GOLDEN = pathlib.Path(__file__).parent / "golden"

@@ -25,13 +25,6 @@ CHECKPOINT = GOLDEN / "checkpoint_tiny"
 QUANTIZE = ("main_kv", "index", "window_kv")
 
 
-@pytest.fixture(autouse=True, scope="module")
-def rank_promotion():
-  """Lets per-channel vectors meet whole activations, as the layers of `nn` write it."""
-  with jax.numpy_rank_promotion("allow"):
-    yield
-
-
 def ngrams_of(ids, token_map, pad_token, order=4):
   classes, pad = np.asarray(token_map, np.int32), int(token_map[pad_token])
   return np.stack([tokenizer.ngrams(classes[line], pad, order) for line in ids])

@@ -71,13 +71,6 @@ PAD_CLASS = 1
 compiled = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 
 
-@pytest.fixture(autouse=True, scope="module")
-def rank_promotion():
-  """Lets per-channel vectors meet whole activations, as the layers of `nn` write it."""
-  with jax.numpy_rank_promotion("allow"):
-    yield
-
-
 class Inputs(NamedTuple):
   tokens: np.ndarray
   rows: Rows

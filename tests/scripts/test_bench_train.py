@@ -5,7 +5,6 @@ import json
 import pathlib
 import sys
 
-import jax
 import pytest
 
 from deepseek_jax.config import Config, ModelConfig, TrainConfig
@@ -24,13 +23,6 @@ TEXT = dict(
     max_position_embeddings=64,
 )  # fmt: skip
 BATCH, LENGTH = 2, 11
-
-
-@pytest.fixture(autouse=True, scope="module")
-def rank_promotion():
-  """Lets per-channel vectors meet whole activations, as the layers of `nn` write it."""
-  with jax.numpy_rank_promotion("allow"):
-    yield
 
 
 def experiment(**fields):

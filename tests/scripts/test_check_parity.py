@@ -37,13 +37,6 @@ CONFIG = ModelConfig.from_released(files._from_official(OFFICIAL))
 LENGTH = 13
 
 
-@pytest.fixture(autouse=True, scope="module")
-def rank_promotion():
-  """Lets per-channel vectors meet whole activations, as the layers of `nn` write it."""
-  with jax.numpy_rank_promotion("allow"):
-    yield
-
-
 @pytest.fixture(scope="module")
 def stored():
   """Arrays of the other model as a golden file holds them: by rounding, `()` or `ALL`."""

@@ -41,13 +41,6 @@ TRAIN = TrainConfig(
 TEXTS = ["yes", "no", "hello", "good day", "a cat", "a dog", "two", "three", "red", "blue"]
 
 
-@pytest.fixture(autouse=True, scope="module")
-def rank_promotion():
-  """The model broadcasts vectors over rows."""
-  with jax.numpy_rank_promotion("allow"):
-    yield
-
-
 class CompiledOnce:
   """A step whose program is kept from one run to the next, as every run here is the same one."""
 

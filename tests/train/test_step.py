@@ -34,13 +34,6 @@ TRAIN = TrainConfig(
 )  # fmt: skip
 
 
-@pytest.fixture(autouse=True)
-def rank_promotion():
-  """The model broadcasts vectors over rows."""
-  with jax.numpy_rank_promotion("allow"):
-    yield
-
-
 def experiment(**train):
   return Config(model=MODEL, train=dataclasses.replace(TRAIN, **train))
 
