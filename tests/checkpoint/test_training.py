@@ -15,9 +15,6 @@ import pytest
 from deepseek_jax.checkpoint import training
 from deepseek_jax.config import Config, ModelConfig, TrainConfig
 
-# Orbax leaves the coroutines of its other reads behind when one read fails.
-pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-
 CONFIG = Config(
     model=ModelConfig(
         vocab_size=40, hidden_size=32, moe_intermediate_size=16, num_hidden_layers=1,
