@@ -8,6 +8,8 @@ import pytest
 
 from deepseek_jax.config import ComputeConfig
 
+pytestmark = pytest.mark.slow
+
 # Logits are of order 1. Another shape makes another program, whose sums run in another order.
 OTHER_SHAPE = 5e-6
 

@@ -21,6 +21,8 @@ from deepseek_jax.checkpoint.training import Checkpoints, load_model, names_of
 from deepseek_jax.config import Config, DataConfig, ModelConfig, TrainConfig
 from deepseek_jax.train import loop, sample, step
 
+pytestmark = pytest.mark.slow
+
 ROOT = pathlib.Path(__file__).parents[2]
 STEPS = 12
 
@@ -296,7 +298,6 @@ def wait_for_step(process, workdir, number):
     time.sleep(0.01)
 
 
-@pytest.mark.slow
 def test_kill_9_at_random_moments_loses_nothing(config, tmp_path):
   config = changed(config, steps=60, eval_every=60, checkpoint_every=2)
   whole, workdir = tmp_path / "whole", tmp_path / "run"
@@ -318,7 +319,6 @@ def test_kill_9_at_random_moments_loses_nothing(config, tmp_path):
   assert saved_digests(workdir) == saved_digests(whole)
 
 
-@pytest.mark.slow
 def test_sigterm_checkpoints_and_exits_0_within_five_seconds(config, tmp_path):
   config = changed(config, steps=2000, checkpoint_every=2000, eval_every=2000)
   workdir = tmp_path / "run"
