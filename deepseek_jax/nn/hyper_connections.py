@@ -76,7 +76,6 @@ def expand(
     y: Float[Array, "B T D"], x: Float[Array, "B T M D"], c: Coefficients
 ) -> Float[Array, "B T M D"]:
   """X_k ← post_k y + Σ_j mix[j, k] X_j: the mix is summed over its first index."""
-  y = jax.lax.optimization_barrier(y)  # else XLA computes all of y again for every stream
   total = c.post[..., None] * y.astype(jnp.float32)[..., None, :]
   return (total + _mixed(c.mix, x)).astype(x.dtype)
 
