@@ -253,6 +253,65 @@ class ComputeConfig:
     require(self.row_chunk >= 1, "compute.row_chunk", self.row_chunk, "at least 1")
 
 
+_STORAGE = ("fp4_e2m1_e4m3_16", "mxfp4", "fp8_e4m3_e8m0_32", "bfloat16", "float32")
+
+
+@dataclasses.dataclass(frozen=True)
+class CacheFormats:
+  """Storage format of each cached component: a block format, 'bfloat16' or 'float32' (spec 8.1)."""
+
+  main_kv: str = "fp4_e2m1_e4m3_16"
+  index: str = "mxfp4"
+  window_kv: str = "fp8_e4m3_e8m0_32"
+
+  def __post_init__(self):
+    for field in dataclasses.fields(self):
+      value = getattr(self, field.name)
+      require(value in _STORAGE, f"serve.cache.{field.name}", value, f"one of {_STORAGE}")
+
+  @classmethod
+  def of(cls, compute: ComputeConfig) -> "CacheFormats":
+    """What loses nothing: the released format where the model rounds to it, else its dtype."""
+    keep = {
+        f.name: compute.dtype for f in dataclasses.fields(cls) if f.name not in compute.quantize
+    }
+    return cls(**keep)
+
+
+@dataclasses.dataclass(frozen=True)
+class ServeConfig:
+  """Reading, writing and keeping (report 3.2; spec 7). Lengths are in tokens.
+
+  Attributes:
+    cache: storage formats; None stores what the model rounds to, without further loss.
+    buckets: lengths of the compiled prefill chunks, ascending. A prompt is read in chunks of the
+      last and a rest in the smallest that holds it.
+    block: tokens per stored block of global entries.
+    guarantee_hours: no stored entry goes earlier after its last use.
+    budget_bytes: of the persistent store.
+    ttl_minutes: life of window entries in host memory.
+    host_fraction: share of the host's memory for window entries.
+  """
+
+  cache: CacheFormats | None = None
+  buckets: tuple[int, ...] = (32, 128, 512)
+  block: int = 64
+  guarantee_hours: float = 72.0
+  budget_bytes: int = 1 << 34
+  ttl_minutes: float = 5.0
+  host_fraction: float = 0.1
+
+  def __post_init__(self):
+    require(
+        bool(self.buckets) and self.buckets[0] >= 1
+        and all(a < b for a, b in zip(self.buckets, self.buckets[1:])),
+        "serve.buckets", self.buckets, "ascending lengths of at least 1",
+    )  # fmt: skip
+    for name in ("block", "guarantee_hours", "budget_bytes", "ttl_minutes"):
+      require(getattr(self, name) > 0, f"serve.{name}", getattr(self, name), "above 0")
+    require(0 < self.host_fraction <= 1, "serve.host_fraction", self.host_fraction, "within (0, 1]")
+
+
 @dataclasses.dataclass(frozen=True)
 class DataConfig:
   """Conversations and tokenizer. `source`: 'chatterbot' or a JSONL file of messages."""
@@ -323,6 +382,7 @@ class Config:
   compute: ComputeConfig = ComputeConfig()
   train: TrainConfig | None = None
   data: DataConfig = DataConfig()
+  serve: ServeConfig = ServeConfig()
 
   @classmethod
   def from_config_dict(cls, config: ml_collections.ConfigDict) -> "Config":

@@ -12,9 +12,10 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from deepseek_jax.cache import Table, Tail
 from deepseek_jax.config import ModelConfig
 from deepseek_jax.nn import chunks
-from deepseek_jax.nn.compressor import Compressor, Entries, group_rows, visible
+from deepseek_jax.nn.compressor import Compressor, Entries, visible
 from deepseek_jax.nn.indexer import (
     Indexer,
     Queries,
@@ -23,9 +24,10 @@ from deepseek_jax.nn.indexer import (
     index_scores,
     pool_mask,
     pool_top,
+    scores_of_each,
     top_k,
 )
-from deepseek_jax.nn.joint_attention import Reach, WindowKeys, attend
+from deepseek_jax.nn.joint_attention import Reach, WindowKeys, attend, gather_entries
 from deepseek_jax.nn.layers import Linear, RMSNorm, constant
 from deepseek_jax.nn.rope import Rotation, frequencies, rotate, rotation
 from deepseek_jax.nn.rows import Rows
@@ -63,13 +65,39 @@ class Pass:
     same_rows: entries come from the very rows that read them, so row t sees slots up to t // m.
     index_loss: index scores carry gradients and every layer returns its divergence from them.
     select_all: Top-K takes every visible entry (the index loss's dense warm-up).
+    windows: layers return the window latents of their rows.
     trace: layers return their intermediate values.
   """
 
   same_rows: bool = True
   index_loss: bool = False
   select_all: bool = False
+  windows: bool = False
   trace: bool = False
+
+
+def select_in_pool(
+    queries: Queries, rows: Rows, entries: Entries, pool: Int[Array, "B T P"], *, k: int,
+    block_size: int,
+) -> Selection:  # fmt: skip
+  """`select` inside a pool by reading the pool's entries alone: cost does not grow with C."""
+  b, t, _ = pool.shape
+  slots = jnp.where(pool[..., None] < 0, -1, pool[..., None] + jnp.arange(block_size))
+  slots = slots.reshape(b, t, -1)
+  inside = (slots >= 0) & (slots < entries.last.shape[1])
+  at = jnp.where(inside, slots, 0)
+  keys = entries.index_keys
+  if isinstance(keys, Table):
+    keys = keys.take(at, queries.q.dtype)
+  else:
+    keys = gather_entries(keys, at)
+  last, segments = (jax.vmap(lambda a, i: a[i])(a, at) for a in (entries.last, entries.segments))
+  # A block that its document ends early is followed by entries of another segment.
+  seen = inside & (segments == rows.segments[..., None]) & (segments > 0)
+  seen = seen & (last <= rows.positions[..., None])
+  best = top_k(scores_of_each(queries, keys), seen, k)
+  found = jnp.take_along_axis(slots, jnp.maximum(best.slots, 0), axis=-1)
+  return best._replace(slots=jnp.where(best.slots < 0, -1, found))
 
 
 def select(
@@ -81,18 +109,24 @@ def select(
 
   With `blocks` the row's candidate pool is chosen from the same scores and returned.
   """
-  size = chunks.chunk_rows(rows.positions.shape[1], chunk, 1)
+  length, c = rows.positions.shape[1], entries.last.shape[1]
+  if pool is not None and length * pool.shape[-1] * block_size <= c:
+    one = select_in_pool(queries, rows, entries, pool, k=k, block_size=block_size)
+    return one, None
+  size = chunks.chunk_rows(length, chunk, 1)
+  if isinstance(entries.index_keys, Table):
+    entries = entries._replace(index_keys=entries.index_keys.read(queries.q.dtype))
 
   def of_chunk(x, stop):
     queries, rows, pool = x
-    bound = min(entries.last.shape[1], -(-stop // m)) if same_rows else entries.last.shape[1]
+    bound = min(c, -(-stop // m)) if same_rows else c
     keys, last, segments = (a[:, :bound] for a in entries[1:])
     seen = visible(rows, last, segments)
     scores = index_scores(queries, keys)
     starts = None
     if blocks:
       starts = pool_top(scores, seen, last, rows.positions, m=m, size=block_size, blocks=blocks)
-      wide = min(blocks, entries.last.shape[1]) - starts.shape[-1]
+      wide = min(blocks, c) - starts.shape[-1]
       starts = jnp.pad(starts, ((0, 0), (0, 0), (0, wide)), constant_values=-1)
     if pool is not None:
       seen = seen & pool_mask(pool, block_starts(last, m, block_size))
@@ -125,15 +159,19 @@ class Attention(nnx.Module):
     if spec.selects:
       self.indexer = Indexer(stack, config, owns_keys=spec.mode is Mode.FULL, plan=plan, **make)
 
-  def publish(self, x: Float[Array, "B T D"], ctx: Context) -> Entries:
-    """Main KV and index keys of all rows: keys from the latents, then rotation, then rounding."""
+  def publish(
+      self, x: Float[Array, "B T D"], ctx: Context, tail: Tail | None = None
+  ) -> tuple[Entries, Tail | None]:
+    """Main KV and index keys of all rows: keys from the latents, then rotation, then rounding.
+
+    `tail` comes from the rows before, and the new one goes to the rows after (see `Compressor`).
+    """
     m = self.spec.ratio
-    groups = group_rows(ctx.rows, m)
-    latents = self.compressor(x, groups)
+    latents, groups, tail = self.compressor(x, ctx.rows, tail)
     table = rotation(jnp.maximum(groups.last - m + 1, 0), frequencies(self.config, m))
     keys = self.indexer.keys(jax.lax.stop_gradient(latents), table)
     kv = fake_quant(rotate(latents, table), self.plan.main_kv, component="main_kv")
-    return Entries(kv, keys, groups.last, groups.segments)
+    return Entries(kv, keys, groups.last, groups.segments), tail
 
   def window_kv(self, x: Float[Array, "B T D"], table: Rotation) -> Float[Array, "B T H"]:
     """This layer's window latents: rotated, then rounded."""
@@ -150,7 +188,7 @@ class Attention(nnx.Module):
     """
     spec, config, entries = self.spec, self.config, shared.entries
     queries = self.indexer.queries(*jax.lax.stop_gradient((c_q, x)), ctx.tables[1])
-    entries = entries._replace(kv=jax.lax.stop_gradient(entries.kv))
+    entries = entries._replace(kv=None)  # a selection reads index keys alone
     if not how.index_loss:
       queries, entries = jax.lax.stop_gradient((queries, entries))
     selection, starts = select(

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from deepseek_jax.cache import Tail
 from deepseek_jax.config import ModelConfig
 from deepseek_jax.nn import hyper_connections as hc
 from deepseek_jax.nn.attention import Attention, Context, Pass, Published
@@ -33,11 +34,13 @@ class LayerOut(NamedTuple):
   Attributes:
     balance: of its router.
     index_loss: Σ over rows of KL(attention mass ‖ index softmax) on the selected entries, or None.
+    window: window latents of the rows as later rows will read them, or None.
     trace: dict of intermediate values, or None.
   """
 
   balance: Balance
   index_loss: Float[Array, ""] | None
+  window: Float[Array, "B T H"] | None
   trace: dict[str, Any] | None
 
 
@@ -94,13 +97,15 @@ class Block(nnx.Module):
     with jax.named_scope("engram"):
       return s._replace(x=self.engram(s.x, ngrams))
 
-  def publish(self, s: Stream, ctx: Context) -> Entries:
+  def publish(
+      self, s: Stream, ctx: Context, tail: Tail | None = None
+  ) -> tuple[Entries, Tail | None]:
     """Main KV and index keys of all rows, from the stream that enters this Full layer.
 
     For the decoder's source this is the encoder's output: it needs no decoder row (spec 6).
     """
     with jax.named_scope("publish"):
-      return self.attn.publish(self.attn_norm(hc.collapse(s.x, s.pre)), ctx)
+      return self.attn.publish(self.attn_norm(hc.collapse(s.x, s.pre)), ctx, tail)
 
   def __call__(
       self, s: Stream, ctx: Context, past: WindowKeys, shared: Published, how: Pass
@@ -110,7 +115,7 @@ class Block(nnx.Module):
     Args:
       s: stream after Engram.
       ctx: of the rows.
-      past: window keys of the W − 1 slots before the rows (segment 0 where there are none).
+      past: window keys of slots before the rows, at least W − 1 (segment 0 where there are none).
       shared: entries to read; this layer adds the selection it makes.
       how: static facts of the pass.
     """
@@ -141,7 +146,7 @@ class Block(nnx.Module):
     if how.index_loss:
       loss = index_divergence(mass, shared.selection.scores) if self.spec.ratio else jnp.zeros(())
     trace = self._trace(out, x, c_q, ctx, own, shared) if how.trace else None
-    return out, shared, LayerOut(balance, loss, trace)
+    return out, shared, LayerOut(balance, loss, own if how.windows else None, trace)
 
   def _trace(self, out, x, c_q, ctx, own, shared) -> dict[str, Any]:
     """Intermediate values under the names of the golden captures; index scores masked as there."""

@@ -12,9 +12,9 @@ import jax.numpy as jnp
 BANDS = 2
 
 
-def chunk_rows(length: int, chunk: int, window: int) -> int:
-  """Rows per chunk: all of a short input; never fewer than the window reaches back."""
-  return length if length <= chunk else max(chunk, window - 1)
+def chunk_rows(length: int, chunk: int, front: int) -> int:
+  """Rows per chunk: all of a short input; never fewer than the `front` slots it reaches back."""
+  return length if length <= chunk else max(chunk, front)
 
 
 def bands(n: int) -> list[tuple[int, int]]:

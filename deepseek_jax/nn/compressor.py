@@ -4,16 +4,18 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
+from deepseek_jax.cache import Table, Tail
 from deepseek_jax.config import ModelConfig
 from deepseek_jax.nn.layers import Linear, RMSNorm
 from deepseek_jax.nn.rows import Rows
 
 
 class Entries(NamedTuple):
-  """Global entries of one KV source, as later layers read them.
+  """Global entries of one KV source, as later layers read them: arrays, or tables of a cache.
 
   Attributes:
     kv: main KV, rotated at the group's first token and rounded to the cache format.
@@ -22,8 +24,8 @@ class Entries(NamedTuple):
     segments: document of the entry; 0 marks a slot without an entry.
   """
 
-  kv: Float[Array, "B C H"]
-  index_keys: Float[Array, "B C J"]
+  kv: Float[Array, "B C H"] | Table
+  index_keys: Float[Array, "B C J"] | Table
   last: Int[Array, "B C"]
   segments: Int[Array, "B C"]
 
@@ -60,6 +62,19 @@ def group_rows(rows: Rows, m: int) -> Groups:
   )
 
 
+def with_predecessors(rows: Rows, count: int) -> Rows:
+  """Rows preceded by the `count` rows before them, which write nothing; absent ones are padding."""
+  positions = rows.positions[:, :1] + np.arange(-count, 0, dtype=np.int32)
+  there = (positions >= 0) & (rows.segments[:, :1] > 0)
+  front = Rows(
+      jnp.maximum(positions, 0),
+      jnp.zeros_like(positions),
+      jnp.where(there, rows.segments[:, :1], 0),
+      jnp.zeros_like(there),
+  )
+  return Rows(*(jnp.concatenate(pair, axis=1) for pair in zip(front, rows)))
+
+
 def visible(
     rows: Rows, last: Int[Array, "B C"], segments: Int[Array, "B C"]
 ) -> Bool[Array, "B T C"]:
@@ -78,15 +93,33 @@ class Compressor(nnx.Module):
       self.wgate = Linear(stack, config.hidden_size, config.head_dim, rngs=rngs, dtype=dtype)
     self.norm = RMSNorm(stack, config.head_dim, config.rms_norm_eps, dtype=dtype)
 
-  def __call__(self, x: Float[Array, "B T D"], groups: Groups) -> Float[Array, "B C H"]:
-    if self.m == 1:
-      return self.norm(self.wkv(x))
+  def __call__(
+      self, x: Float[Array, "B T D"], rows: Rows, tail: Tail | None = None
+  ) -> tuple[Float[Array, "B C H"], Groups, Tail | None]:
+    """Latents of the complete groups of `rows`, their places, and the tail for the next rows.
+
+    Args:
+      x: attention input of the rows.
+      rows: with a tail one document a line, live rows first.
+      tail: of the m − 1 rows before them; None where groups cannot begin earlier.
+    """
+    m = self.m
+    if m == 1:
+      return self.norm(self.wkv(x)), group_rows(rows, 1), None
     v = x.astype(jnp.float32)  # pooled in f32: spec 4
+    pooled = Tail(self.wkv(v), self.wgate(v))
+    if tail is not None:
+      live = jnp.sum(rows.segments > 0, axis=1)[:, None]
+      rows = with_predecessors(rows, m - 1)
+      pooled = Tail(*(jnp.concatenate(pair, axis=1) for pair in zip(tail, pooled)))
+      newest = (live + jnp.arange(m - 1))[..., None]
+      tail = Tail(*(jnp.take_along_axis(a, newest, axis=1) for a in pooled))
+    groups = group_rows(rows, m)
 
     def of_groups(a):
       flat = groups.members.reshape(a.shape[0], -1, 1)
       return jnp.take_along_axis(a, flat, axis=1).reshape(*groups.members.shape, -1)
 
-    gate = jax.nn.softmax(of_groups(self.wgate(v)), axis=2)
-    pooled = jnp.sum(gate * of_groups(self.wkv(v)), axis=2)
-    return self.norm(pooled.astype(x.dtype))
+    gate = jax.nn.softmax(of_groups(pooled.gates), axis=2)
+    latents = jnp.sum(gate * of_groups(pooled.values), axis=2)
+    return self.norm(latents.astype(x.dtype)), groups, tail

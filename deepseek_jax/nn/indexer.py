@@ -60,7 +60,15 @@ class Indexer(nnx.Module):
 
 def index_scores(queries: Queries, keys: Float[Array, "B C J"]) -> Float[Array, "B T C"]:
   """I(i, j) = Σ_h w_h · ReLU(q_h · k_j), accumulated in f32. Zeros are +0: −0 would rank below."""
-  dots = dot("btij,bcj->btic", queries.q, keys)
+  return _weighted(queries, dot("btij,bcj->btic", queries.q, keys))
+
+
+def scores_of_each(queries: Queries, keys: Float[Array, "B T K J"]) -> Float[Array, "B T K"]:
+  """`index_scores` with keys of its own for every row."""
+  return _weighted(queries, dot("btij,btkj->btik", queries.q, keys))
+
+
+def _weighted(queries: Queries, dots: Float[Array, "B T I C"]) -> Float[Array, "B T C"]:
   scores = jnp.einsum("bti,btic->btc", queries.weights.astype(jnp.float32), jax.nn.relu(dots))
   return jnp.where(scores == 0, 0.0, scores)
 

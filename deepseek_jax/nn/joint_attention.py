@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from deepseek_jax.cache import Table
 from deepseek_jax.nn import chunks
 from deepseek_jax.nn.layers import dot
 from deepseek_jax.nn.rows import Rows
@@ -22,7 +23,7 @@ DENSE_ENTRIES_PER_CHOICE = 16
 
 
 class WindowKeys(NamedTuple):
-  """Window latents of the W − 1 slots before the queries and of the queries' own rows."""
+  """Window latents of slots before the queries, at least W − 1, and of the queries' own rows."""
 
   kv: Float[Array, "*n B S H"]
   positions: Int[Array, "*n B S"]
@@ -48,9 +49,11 @@ def selection_mask(slots: Int[Array, "B T K"], c: int) -> Bool[Array, "B T C"]:
 
 
 def gather_entries(
-    kv: Float[Array, "B C H"], slots: Int[Array, "B T K"]
+    kv: Float[Array, "B C H"] | Table, slots: Int[Array, "B T K"], dtype=None
 ) -> Float[Array, "B T K H"]:
   """The selected entries of every row; slot −1 reads entry 0 and must be masked."""
+  if isinstance(kv, Table):
+    return kv.take(slots, dtype)
   at = jnp.maximum(slots, 0)
   return jax.vmap(lambda a, i: a.at[i].get(mode="clip"))(kv, at)
 
@@ -149,6 +152,10 @@ class Reach:
     """Number of entries that rows before `stop` can see."""
     return min(kv.shape[1], -(-stop // self.ratio)) if self.same_rows else kv.shape[1]
 
+  def near(self, kv: Array | Table | None, stop: int) -> Array | Table | None:
+    """The entries that rows before `stop` can see; a table is gathered from as it is."""
+    return kv if kv is None or isinstance(kv, Table) else kv[:, : self.bound(kv, stop)]
+
 
 class Where(NamedTuple):
   """Integers of the chunks: rows, places of their window keys, selected slots."""
@@ -159,14 +166,14 @@ class Where(NamedTuple):
   slots: Int[Array, "*n B T K"] | None
 
 
-def _parts(reach: Reach, window: Array, kv: Array | None, where: Where) -> tuple[Part, ...]:
+def _parts(reach: Reach, window: Array, kv: Array | Table | None, where: Where) -> tuple[Part, ...]:
   own = Part(window, window_mask(where.rows, where.positions, where.segments, reach.window))
   if kv is None:
     return (own,)
   c, k = kv.shape[1], where.slots.shape[-1]
-  if c <= DENSE_ENTRIES_PER_CHOICE * k:
+  if not isinstance(kv, Table) and c <= DENSE_ENTRIES_PER_CHOICE * k:
     return own, Part(kv, selection_mask(where.slots, c))
-  return own, Part(gather_entries(kv, where.slots), where.slots >= 0)
+  return own, Part(gather_entries(kv, where.slots, window.dtype), where.slots >= 0)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -178,7 +185,7 @@ def _attend(reach: Reach, q, window, kv, sink, where: Where):
 def _attend_forward(reach, q, window, kv, sink, where):
   def of_chunk(x, stop):
     q, window, where = x
-    near = None if kv is None else kv[:, : reach.bound(kv, stop)]
+    near = reach.near(kv, stop)
     parts = _parts(reach, window, near, where)
     out, lse, mass = joint_attention(q, parts, sink)
     if not reach.mass:
@@ -231,7 +238,8 @@ _attend.defvjp(_attend_forward, _attend_backward)
 
 
 def attend(
-    q: Float[Array, "B T N H"], rows: Rows, window: WindowKeys, kv: Float[Array, "B C H"] | None,
+    q: Float[Array, "B T N H"], rows: Rows, window: WindowKeys,
+    kv: Float[Array, "B C H"] | Table | None,
     slots: Int[Array, "B T K"] | None, sink: Float[Array, " N"], *, reach: Reach, chunk: int,
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T K"] | None]:  # fmt: skip
   """Joint attention of all rows.
@@ -239,8 +247,8 @@ def attend(
   Args:
     q: rotated queries.
     rows: of the queries.
-    window: keys; W − 1 slots precede the rows' own.
-    kv: entries of the KV source, or None in a window layer.
+    window: keys; at least W − 1 slots precede the rows' own, in any order.
+    kv: entries of the KV source, or None in a window layer. A table has no gradient.
     slots: selected entries of every row, −1 for absent.
     sink: f32 logit per head.
     reach: static facts.
@@ -250,9 +258,10 @@ def attend(
     The output, and the detached head-summed probability of every selected entry if asked for.
   """
   length = q.shape[1]
-  size = chunks.chunk_rows(length, chunk, reach.window)
+  front = window.positions.shape[1] - length
+  size = chunks.chunk_rows(length, chunk, front)
   q, rows, slots = chunks.split((q, rows, slots), size)
-  keys = chunks.split_overlapping(window, size, reach.window - 1)
+  keys = chunks.split_overlapping(window, size, front)
   where = Where(rows, keys.positions, keys.segments, slots)
   out, mass = _attend(reach, q, keys.kv, kv, sink, where)
   return chunks.join((out, mass), length)

@@ -1,5 +1,6 @@
 """The text backbone: causal encoder, decoder that reads its KV, state shared by layers."""
 
+import dataclasses
 from typing import Any, NamedTuple
 
 import jax
@@ -7,15 +8,19 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from deepseek_jax.cache import Cache, Table, ring_positions
 from deepseek_jax.config import ComputeConfig, ModelConfig
 from deepseek_jax.nn import hyper_connections as hc
 from deepseek_jax.nn.attention import Context, Pass, Published
 from deepseek_jax.nn.block import Block, LayerOut, Stream
+from deepseek_jax.nn.compressor import Entries
 from deepseek_jax.nn.joint_attention import WindowKeys
 from deepseek_jax.nn.layers import Linear, RMSNorm, normal
 from deepseek_jax.nn.rows import Rows
 from deepseek_jax.quant import QuantPlan
 from deepseek_jax.schedule import LayerSpec, Mode, Schedule
+
+_PLAIN = Pass()
 
 
 class Output(NamedTuple):
@@ -34,6 +39,37 @@ class Output(NamedTuple):
   balance_loss: Float[Array, ""]
   index_loss: Float[Array, ""]
   trace: list[dict[str, Any]] | None
+
+
+class Encoded(NamedTuple):
+  """What the encoder leaves of its rows.
+
+  Attributes:
+    stream: as it enters the decoder's first layer.
+    entries: of the decoder's KV source: of these rows, or all that the cache holds.
+    cache: with the rows added, or None.
+    outs: of the layers.
+  """
+
+  stream: Stream
+  entries: Entries
+  cache: Cache | None
+  outs: tuple[LayerOut, ...]
+
+
+class Decoded(NamedTuple):
+  """What the decoder makes of its rows: `hidden` after the final norm, cache, reports of layers."""
+
+  hidden: Float[Array, "B T D"]
+  cache: Cache | None
+  outs: tuple[LayerOut, ...]
+
+
+class _State(NamedTuple):
+  stream: Stream
+  shared: Published
+  cache: Cache | None
+  outs: tuple[LayerOut, ...]
 
 
 class Embedding(nnx.Module):
@@ -98,27 +134,63 @@ class Transformer(nnx.Module):
     Raises:
       ValueError: an Engram layer without `ngrams`.
     """
-    if self.config.engram_layer_ids and ngrams is None:
-      raise ValueError(f"ngrams is None; layers {self.config.engram_layer_ids} are Engram layers")
     how = Pass(index_loss=index_loss, select_all=select_all, trace=trace)
-    ctx = Context.of(rows, self.config)
-    stream = self.start(tokens)
-    shared, outs = Published(), []
-    for block, run in zip(self.runs, self.schedule.runs):
-      if run[0].engram is not None:
-        stream = _layer(block, 0).remember(stream, ngrams)
-      if run[0].mode is Mode.FULL:
-        shared = Published(entries=_layer(block, 0).publish(stream, ctx))
-      stream, shared, out = self._run(block, run, stream, ctx, shared, how)
-      outs.extend(out)
-    h = self.norm(hc.collapse(stream.x, stream.pre))
+    encoded = self.encode(tokens, rows, ngrams, how=how)
+    out = self.decode(encoded.stream, rows, encoded.entries, ngrams, how=how)
+    outs = encoded.outs + out.outs
     return Output(
-        h,
+        out.hidden,
         jnp.stack([o.balance.load for o in outs]),
         sum(o.balance.loss for o in outs),
         sum(o.index_loss for o in outs) if index_loss else jnp.zeros(()),
         [o.trace for o in outs] if trace else None,
     )
+
+  def encode(
+      self, tokens: Int[Array, "B T"], rows: Rows, ngrams: Int[Array, "B T n"] | None = None,
+      cache: Cache | None = None, *, how: Pass = _PLAIN,
+  ) -> Encoded:  # fmt: skip
+    """The encoder over rows, and the decoder's global entries of them (spec 6).
+
+    Args:
+      tokens: as in a call.
+      rows: as in a call.
+      ngrams: as in a call.
+      cache: what earlier rows left, one document a line; new entries and window latents are added
+        to it, live rows come first in a line. None: the rows are all there is.
+      how: static facts of the pass.
+
+    Raises:
+      ValueError: an Engram layer without `ngrams`.
+    """
+    if self.config.engram_layer_ids and ngrams is None:
+      raise ValueError(f"ngrams is None; layers {self.config.engram_layer_ids} are Engram layers")
+    ctx = Context.of(rows, self.config)
+    state = self._layers("encoder", self.start(tokens), ctx, Published(), ngrams, cache, how)
+    first, stream = self._first_decoder_run, state.stream
+    if self.runs[first].spec.engram is not None:
+      stream = _layer(self.runs[first], 0).remember(stream, ngrams)
+    entries, cache = self._publish(first, stream, ctx, state.cache)
+    return Encoded(stream, entries, cache, state.outs)
+
+  def decode(
+      self, stream: Stream, rows: Rows, entries: Entries, ngrams: Int[Array, "B T n"] | None = None,
+      cache: Cache | None = None, *, how: Pass = _PLAIN,
+  ) -> Decoded:  # fmt: skip
+    """The decoder over rows that the encoder has read: all of them, or a prompt's last W.
+
+    Args:
+      stream: `Encoded.stream` of these rows.
+      rows: their decoder view; floors may differ from the encoder's.
+      entries: of the decoder's KV source.
+      ngrams: of these rows; for Engram layers after the decoder's first layer.
+      cache: window rings of earlier decoder rows, or None.
+      how: static facts of the pass. `same_rows` only if the entries come from these very rows.
+    """
+    ctx = Context.of(rows, self.config)
+    state = self._layers("decoder", stream, ctx, Published(entries), ngrams, cache, how)
+    hidden = self.norm(hc.collapse(state.stream.x, state.stream.pre))
+    return Decoded(hidden, state.cache, state.outs)
 
   def start(self, tokens: Int[Array, "B T"]) -> Stream:
     """The embedding in every stream; the first collapse reads stream 0 alone."""
@@ -131,7 +203,63 @@ class Transformer(nnx.Module):
     """Logits in f32 with the head in f32 (spec 9)."""
     return self.head(hidden.astype(jnp.float32))
 
-  def _past(self, rows: Rows, dtype) -> WindowKeys:
+  @property
+  def _first_decoder_run(self) -> int:
+    starts = [run[0].layer for run in self.schedule.runs]
+    return starts.index(self.schedule.decoder_start)
+
+  def _layers(
+      self, stack: str, stream: Stream, ctx: Context, shared: Published,
+      ngrams: Int[Array, "B T n"] | None, cache: Cache | None, how: Pass,
+  ) -> _State:  # fmt: skip
+    """One stack; the decoder's source layer comes with its Engram applied and entries published."""
+    how = dataclasses.replace(
+        how, windows=cache is not None, same_rows=how.same_rows and cache is None
+    )
+    outs, first = [], self._first_decoder_run
+    numbers = range(first) if stack == "encoder" else range(first, len(self.runs))
+    before = self.schedule.runs[numbers[0]][0].layer if numbers else 0
+    ring = None
+    if cache is not None:
+      ring: Table = getattr(cache, f"{stack}_window")
+      following = ctx.rows.positions[:, 0]
+      positions = ring_positions(following, ring.layout.rows)
+      places = jnp.maximum(positions, 0), (positions >= 0).astype(jnp.int32)
+    for number in numbers:
+      block, run = self.runs[number], self.schedule.runs[number]
+      if number != first:
+        if block.spec.engram is not None:
+          stream = _layer(block, 0).remember(stream, ngrams)
+        if block.spec.mode is Mode.FULL:
+          entries, cache = self._publish(number, stream, ctx, cache)
+          shared = Published(entries)
+      if ring is None:
+        past = self._nothing_past(ctx.rows, stream.x.dtype)
+      else:
+        layers = slice(run[0].layer - before, run[-1].layer - before + 1)
+        past = WindowKeys(jax.tree.map(lambda a, at=layers: a[at], ring), *places)
+      stream, shared, out = self._run(block, run, stream, ctx, past, shared, how)
+      outs.extend(out)
+    if cache is not None:
+      latents = jnp.stack([o.window for o in outs])
+      cache = cache.write_window(stack, latents, ctx.rows.positions, ctx.rows.segments > 0)
+    return _State(stream, shared, cache, tuple(outs))
+
+  def _publish(
+      self, run: int, stream: Stream, ctx: Context, cache: Cache | None
+  ) -> tuple[Entries, Cache | None]:
+    """What the layers after a KV source read: its new entries, or all that its tables hold."""
+    block, spec = _layer(self.runs[run], 0), self.schedule.runs[run][0]
+    if cache is None:
+      return block.publish(stream, ctx)[0], None
+    m, source = spec.ratio, self.schedule.kv_sources.index(spec)
+    new, tail = block.publish(stream, ctx, cache.tails[source])
+    rows = cache.main_kv[source].layout.rows
+    slots = jnp.where(new.segments > 0, new.last // m, rows)
+    cache = cache.write_entries(source, new.kv, new.index_keys, slots, tail)
+    return stored_entries(cache, source, m), cache
+
+  def _nothing_past(self, rows: Rows, dtype) -> WindowKeys:
     """No window keys before the rows."""
     batch, front = rows.positions.shape[0], self.config.sliding_window - 1
     nothing = jnp.zeros((batch, front), jnp.int32)
@@ -139,13 +267,14 @@ class Transformer(nnx.Module):
 
   def _run(
       self, block: Block, run: tuple[LayerSpec, ...], stream: Stream, ctx: Context,
-      shared: Published, how: Pass,
+      past: WindowKeys, shared: Published, how: Pass,
   ) -> tuple[Stream, Published, list[LayerOut]]:  # fmt: skip
-    """A run of equal layers: scanned, or one after another."""
-    past = self._past(ctx.rows, stream.x.dtype)
+    """A run of equal layers: scanned, or one after another. A table of rings leads with layers."""
+    rings = past.kv if isinstance(past.kv, Table) else None
 
-    def layer(one, stream, shared):
-      return one(stream, ctx, past, shared, how)
+    def layer(one, ring, stream, shared):
+      own = past if ring is None else past._replace(kv=ring.read(stream.x.dtype))
+      return one(stream, ctx, own, shared, how)
 
     if self.compute.remat != "none":
       policy = {
@@ -155,19 +284,26 @@ class Transformer(nnx.Module):
       layer = jax.checkpoint(layer, policy=policy)
     if len(run) > 1 and self.compute.scan_layers:
 
-      def body(stream, one):
-        stream, _, out = layer(one, stream, shared)
+      def body(stream, x):
+        stream, _, out = layer(*x, stream, shared)
         return stream, out
 
-      stream, stacked = jax.lax.scan(body, stream, block)
+      stream, stacked = jax.lax.scan(body, stream, (block, rings))
       return stream, shared, [jax.tree.map(lambda a, i=i: a[i], stacked) for i in range(len(run))]
     outs = []
     for i in range(len(run)):
-      stream, shared, out = layer(_layer(block, i), stream, shared)
+      stream, shared, out = layer(_layer(block, i), _layer(rings, i), stream, shared)
       outs.append(out)
     return stream, shared, outs
 
 
-def _layer(block: Block, i: int) -> Block:
+def stored_entries(cache: Cache, source: int, m: int) -> Entries:
+  """All slots of KV source number `source`. Only a row's position says which of them it may see."""
+  keys = cache.index_keys[source]
+  last = jnp.broadcast_to(jnp.arange(keys.layout.rows) * m + m - 1, keys.shape[:2])
+  return Entries(cache.main_kv[source], keys, last, jnp.ones_like(last))
+
+
+def _layer(tree: Any, i: int) -> Any:
   """Layer i of a stacked run."""
-  return jax.tree.map(lambda a: a[i], block)
+  return jax.tree.map(lambda a: a[i], tree)

@@ -95,7 +95,7 @@ def test_the_warm_up_teacher_is_dense_attention(tiny):
     ctx, stream = Context.of(rows, config), model.start(jnp.asarray(inputs.tokens))
     block = jax.tree.map(lambda a: a[0], model.runs[0])
     attn, x = block.attn, block.attn_norm(hc.collapse(stream.x, stream.pre))
-    entries, c_q, table = block.publish(stream, ctx), attn.query_latent(x), ctx.tables[1]
+    entries, c_q, table = block.publish(stream, ctx)[0], attn.query_latent(x), ctx.tables[1]
     q = rotate(attn.wq_b(c_q).reshape(1, 16, config.num_attention_heads, config.head_dim), table)
     every = visible(rows, entries.last, entries.segments)
     near = window_mask(rows, rows.positions, rows.segments, config.sliding_window)

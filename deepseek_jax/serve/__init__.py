@@ -1,0 +1,1 @@
+"""Serving: prefill, decode, bounded replay, the two stores and generation."""
