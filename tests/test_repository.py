@@ -21,6 +21,7 @@ ROOMS = {
     "deepseek_jax.schedule": 2,
     "deepseek_jax.cli": 2,
     "deepseek_jax.tokenizer": 3,
+    "deepseek_jax.baselines": 3,
     "deepseek_jax.ledger": 3,
     "deepseek_jax.sharding": 3,
     "deepseek_jax.quant": 3,
