@@ -15,8 +15,8 @@ Exit status: 0 within all limits, 1 a limit exceeded, 2 bad input.
 
 import argparse
 import functools
+import itertools
 import json
-import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -31,13 +31,13 @@ from flax import nnx
 from deepseek_jax.checkpoint import released
 from deepseek_jax.config import ComputeConfig, ModelConfig
 from deepseek_jax.eval import golden as files
+from deepseek_jax.eval import served
 from deepseek_jax.nn import engram
 from deepseek_jax.nn.rows import Rows
 from deepseek_jax.nn.transformer import Transformer
+from deepseek_jax.schedule import Schedule
 from deepseek_jax.train import loss
 
-# Stored runs that need the serving path.
-_SERVED = re.compile(r"decode_logits_from\d+$|arm[A-Z]|sim[A-Z]")
 # Constants that describe a file rather than results to compare.
 _DESCRIPTION = frozenset({
     "ids", "engram_token_map", "prompt_len", "window", "first_decoder_layer", "cached_lengths",
@@ -54,9 +54,11 @@ GRADIENT_LIMIT = 1e-3
 MOST_LINES = 12
 _KEYS = (
     "logits_max_abs", "decode_logits_max_abs", "streams_max_abs", "topk_sets_equal", "pool_equal",
-    "engram_ids_equal", "kv_max_abs", "grads_max_rel", "replay", "index_scores_max_abs", "loss_abs",
+    "engram_ids_equal", "kv_max_abs", "grads_max_rel", "index_scores_max_abs", "loss_abs",
     "global_norm_rel",
 )  # fmt: skip
+# Serving arms and the one-pass simulations of two of them: keys of "replay".
+_ARMS = ("A", "B", "C", "D", "E", "simB", "simD")
 
 
 class Finding(NamedTuple):
@@ -207,6 +209,48 @@ def compare_forward(case: files.Case, quantize: tuple[str, ...]) -> Iterator[Fin
       yield difference(_GROUPS[kind], key, got)
 
 
+def compare_served(case: files.Case, quantize: tuple[str, ...]) -> Iterator[Finding]:
+  """Decode, serving arms and their simulations; arms C and E against what they must equal."""
+  golden, total = case.golden, case.ids.shape[1]
+  decodes = {k: int(m[1]) for k in golden if (m := served.DECODE.match(k))}
+  replays = [k for k in golden if served.REPLAY.match(k)]
+  if not decodes and not replays:
+    return
+  for key, start in decodes.items():
+    if not 1 <= start < total:
+      raise ValueError(f"{key} is stored; decode must start within 1..{total - 1}, after a prompt")
+  n = golden.get("prompt_len")
+  if replays and (n is None or not 1 <= int(n) < total):
+    raise ValueError(f"prompt_len is {n}; {replays[0]} needs one within 1..{total - 1}")
+  for key, own in (
+      ("window", case.config.sliding_window),
+      ("first_decoder_layer", Schedule.from_config(case.config).decoder_start),
+  ):
+    if replays and int(golden.get(key, own)) != own:
+      raise ValueError(f"{key} is {int(golden[key])}; the configuration has {own}")
+  cached = np.atleast_1d(golden.get("cached_lengths", ())) if replays else ()
+  if any(not 1 <= c <= int(n) for c in cached):
+    raise ValueError(f"cached_lengths is {cached}; each must be within 1..{int(n)}, the prompt")
+  limits = dict.fromkeys(LIMITS, QUANTISED_LIMIT) if quantize else LIMITS
+  runs = served.Runs(case, released.load(_shapes(case.config, quantize), case.tensors))
+  own = lambda a: a[0] if case.single and np.ndim(a) else a
+  with jax.default_matmul_precision("highest"):
+    for key, start in decodes.items():
+      value = max_abs(own(runs.decoded(start)), golden[key], key)
+      yield Finding("decode_logits_max_abs", key, value, limits["logits"])
+    if not replays:
+      return
+    for key, got in itertools.chain(runs.arms(), runs.simulated()):
+      arm, _, what = served.REPLAY.match(key).groups()
+      # A resumption that loses nothing is not stored: it gives what arms B and A give.
+      stored = {"armC": "armB_logits", "armE": "armA_logits"}.get(arm, key)
+      if stored not in golden:
+        continue
+      group = arm.removeprefix("arm") if what == "logits" else "kv_max_abs"
+      limit = limits["logits" if what == "logits" else "kv"]
+      yield Finding(group, key, max_abs(own(got), golden[stored], stored), limit)
+
+
 def compare_gradients(case: files.Case, quantize: tuple[str, ...]) -> Iterator[Finding]:
   """Loss, gradients and their norm; golden gradients are those of a run without quantisation."""
   golden = case.golden
@@ -239,7 +283,8 @@ def compare(case: files.Case, quantize: str) -> tuple[list[Finding], tuple[str, 
   if plans == [None]:
     # Nothing but logits: a rounded run is about 1 away from one that is not.
     plans = [(), every]
-  runs = [(list(compare_forward(case, plan)), plan) for plan in plans]
+  passes = lambda plan: [*compare_forward(case, plan), *compare_served(case, plan)]
+  runs = [(passes(plan), plan) for plan in plans]
   worst = lambda run: max((f.value for f in run[0] if f.limit is not True), default=0.0)
   found, plan = min(runs, key=worst)
   found += compare_engram(case)
@@ -253,22 +298,29 @@ def summary(found: Sequence[Finding]) -> dict[str, float | bool | None]:
   for key in _KEYS:
     own = [f.value for f in found if f.key == key]
     values[key] = None if not own else all(own) if isinstance(own[0], bool) else max(own)
+  arms = {key: max(f.value for f in found if f.key == key) for key in _ARMS if _of(found, key)}
+  values["replay"] = arms or None
   return values
+
+
+def _of(found: Sequence[Finding], key: str) -> list[Finding]:
+  return [f for f in found if f.key == key]
 
 
 def show(found: Sequence[Finding], plan: tuple[str, ...]) -> None:
   """The worst array of every key as a table."""
   title = f"forward pass rounds {', '.join(plan)}" if plan else "no quantisation"
   table = rich.table.Table("quantity", "arrays", "worst", "value", "limit", "", title=title)
-  for key in _KEYS:
-    own = [f for f in found if f.key == key]
+  for key in (*_KEYS, *_ARMS):
+    own = _of(found, key)
     if not own:
       continue
     worst = (
         min(own, key=lambda f: f.value) if own[0].limit is True else max(own, key=lambda f: f.value)
     )
     text = ["equal" if v is True else "differs" if v is False else f"{v:.2g}" for v in worst[2:]]
-    table.add_row(key, str(len(own)), worst.name, *text, "ok" if worst.within else "EXCEEDED")
+    name = f"replay {key}" if key in _ARMS else key
+    table.add_row(name, str(len(own)), worst.name, *text, "ok" if worst.within else "EXCEEDED")
   rich.console.Console(width=120).print(table)
 
 
@@ -288,18 +340,12 @@ def _run(argv: Sequence[str] | None) -> int:
   flags = parser.parse_args(argv)
   case = files.read_case(flags.golden, flags.args, flags.weights)
   found, plan = compare(case, flags.quantize)
-  later = sorted(k for k in case.golden if _SERVED.match(k))
-  known = {f.name for f in found} | _DESCRIPTION | set(later)
+  known = {f.name for f in found} | _DESCRIPTION
   unknown = sorted(k for k in case.golden if k not in known and not k.startswith("w/"))
   if not found:
-    names = ", ".join((later + unknown)[:3]) or "weights alone"
+    names = ", ".join(unknown[:3]) or "weights alone"
     raise ValueError(f"--golden is {flags.golden}; it holds nothing that is compared ({names})")
   show(found, plan)
-  if later:
-    print(
-        f"{len(later)} arrays of decode and replay runs ({later[0]}, …) are not run yet.",
-        file=sys.stderr,
-    )
   if unknown:
     print(
         f"{len(unknown)} arrays have no meaning here and were not compared: {unknown[0]}, …",

@@ -56,6 +56,7 @@ class Case(NamedTuple):
     tensors: weights under released names.
     ids: [B, T]; `single` if the file stores one sequence without the batch axis.
     ngrams: Engram classes [B, T, n], or None.
+    classes: token class of every id, or None without Engram.
     single: see `ids`.
   """
 
@@ -64,6 +65,7 @@ class Case(NamedTuple):
   tensors: Mapping[str, np.ndarray]
   ids: np.ndarray
   ngrams: np.ndarray | None
+  classes: np.ndarray | None
   single: bool
 
 
@@ -136,7 +138,7 @@ def read_case(golden_path: str, args_path: str, weights_path: str | None) -> Cas
   single, ids = ids.ndim == 1, np.atleast_2d(ids)
   for line in ids:
     tok.checked_ids(line, config.vocab_size)
-  ngrams = None
+  ngrams = classes = None
   if config.engram_layer_ids:
     classes = find("engram_token_map")
     if classes is None or classes.shape != (config.vocab_size,):
@@ -153,7 +155,8 @@ def read_case(golden_path: str, args_path: str, weights_path: str | None) -> Cas
       )
     pad, order = int(classes[config.engram_pad_token_id]), config.engram_max_ngram_size
     ngrams = np.stack([tok.ngrams(tok.classes_of(line, classes), pad, order) for line in ids])
-  return Case(golden, config, tensors, ids.astype(np.int32), ngrams, single)
+    classes = classes.astype(np.int32)
+  return Case(golden, config, tensors, ids.astype(np.int32), ngrams, classes, single)
 
 
 def rounded_components(golden: Mapping[str, np.ndarray]) -> tuple[str, ...] | None:
