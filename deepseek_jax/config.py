@@ -61,7 +61,7 @@ def build(cls: type, values: Mapping[str, Any], *, prefix: str = "") -> Any:
   return cls(**{k: _coerce(prefix + k, v, hints[k]) for k, v in values.items()})
 
 
-def require(condition: bool, field: str, value: Any, allowed: str) -> None:
+def require(condition: object, field: str, value: Any, allowed: str) -> None:
   """Raises ValueError naming the field, its value and what is allowed."""
   if not condition:
     raise ValueError(f"{field} is {value!r}; it must be {allowed}")
@@ -302,11 +302,8 @@ class ServeConfig:
   host_fraction: float = 0.1
 
   def __post_init__(self):
-    require(
-        bool(self.buckets) and self.buckets[0] >= 1
-        and all(a < b for a, b in zip(self.buckets, self.buckets[1:])),
-        "serve.buckets", self.buckets, "ascending lengths of at least 1",
-    )  # fmt: skip
+    rising = self.buckets and all(a < b for a, b in zip((0, *self.buckets), self.buckets))
+    require(rising, "serve.buckets", self.buckets, "ascending lengths of at least 1")
     for name in ("block", "guarantee_hours", "budget_bytes", "ttl_minutes"):
       require(getattr(self, name) > 0, f"serve.{name}", getattr(self, name), "above 0")
     require(0 < self.host_fraction <= 1, "serve.host_fraction", self.host_fraction, "within (0, 1]")
@@ -356,11 +353,8 @@ class TrainConfig:
   sample_tokens: int = 96
 
   def __post_init__(self):
-    for (
-        name
-    ) in (
-        "steps batch_size seq_len accumulation checkpoint_every keep_checkpoints eval_every".split()
-    ):
+    counts = "steps batch_size seq_len accumulation checkpoint_every keep_checkpoints eval_every"
+    for name in counts.split():
       require(getattr(self, name) >= 1, f"train.{name}", getattr(self, name), "at least 1")
     kinds = ("constant", "cosine", "report")
     require(self.schedule in kinds, "train.schedule", self.schedule, f"one of {kinds}")

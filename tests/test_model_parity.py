@@ -139,6 +139,7 @@ def gradients(golden, config, weights, inputs):
   return golden("grads_f32"), float(loss), released.to_released(grads, model.schedule)
 
 
+@pytest.mark.slow
 def test_loss_and_gradient_norm(gradients):
   file, loss, grads = gradients
   assert loss == pytest.approx(float(file["loss"]), abs=2e-6)
@@ -146,6 +147,7 @@ def test_loss_and_gradient_norm(gradients):
   assert norm == pytest.approx(float(file["global_norm"]), rel=1e-4)
 
 
+@pytest.mark.slow
 def test_the_gradient_of_every_parameter(gradients):
   file, _, grads = gradients
   theirs = {k[2:]: v for k, v in file.items() if k.startswith("g/")}
@@ -157,6 +159,7 @@ def test_the_gradient_of_every_parameter(gradients):
     )
 
 
+@pytest.mark.slow
 def test_selection_parameters_get_exact_zeros(gradients):
   _, _, grads = gradients
   hard = [k for k in grads if ".indexer." in k or ".gate.bias" in k]
@@ -225,11 +228,13 @@ def test_checkpoint_logits_and_streams_without_rounding(expected, tensors):
     close(trace[i]["x_out"], expected[f"f32_layer{i}.x_out"], 1e-4)
 
 
+@pytest.mark.slow
 def test_checkpoint_logits_with_rounded_caches(expected, tensors):
   logits, _ = checkpoint_run(expected, tensors, QUANTIZE)
   close(logits, expected["logits_f32_kvquant"], 1e-3)
 
 
+@pytest.mark.slow
 def test_checkpoint_logits_in_bf16(expected, tensors):
   """Experts and entries flip, so only the distribution over positions is bounded."""
   logits, trace = checkpoint_run(expected, tensors, QUANTIZE, "bfloat16")

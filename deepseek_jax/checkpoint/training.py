@@ -24,6 +24,9 @@ MAY_CHANGE = frozenset({
 })  # fmt: skip
 
 
+_PARTS = ("state", "record")
+
+
 class Restored(NamedTuple):
   """A checkpoint whose every array has the checksum it was saved with.
 
@@ -126,8 +129,11 @@ class Checkpoints:
     return self._open
 
   def steps(self) -> list[int]:
-    """Finished checkpoints, ascending; reads only."""
-    return sorted(self._manager.all_steps()) if self.directory.is_dir() else []
+    """Finished checkpoints, ascending; reads only. One whose deletion was cut short is none."""
+    if not self.directory.is_dir():
+      return []
+    whole = lambda step: all((self.directory / str(step) / part).is_dir() for part in _PARTS)
+    return sorted(filter(whole, self._manager.all_steps()))
 
   def save(self, step: int, state: Any, iterator: Mapping[str, Any], config: Config) -> None:
     """Saves `state`, any tree of arrays, as `step` unless that step is there."""

@@ -112,3 +112,10 @@ def reaches(state: WindowState, plan: Plan, window: int) -> bool:
       and state.first <= oldest
       and plan.encoder_start <= state.stop
   )
+
+
+def until(state: WindowState | None, stop: int) -> WindowState | None:
+  """The state of the text's first `stop` tokens, or None where nothing of it is kept."""
+  if state is None or not state.first < stop <= state.stop:
+    return None
+  return WindowState(state.first, stop, state.floor, state.rows[:, : stop - state.first])

@@ -18,7 +18,9 @@ from flax import nnx
 from deepseek_jax import tokenizer as tok
 from deepseek_jax.checkpoint.training import Checkpoints, check_config
 from deepseek_jax.config import Config
-from deepseek_jax.train import conversations, data, sample, step
+from deepseek_jax.serve import generate
+from deepseek_jax.serve.sampling import Sampling
+from deepseek_jax.train import conversations, data, step
 from deepseek_jax.train.conversations import Example
 from deepseek_jax.train.journal import Journal
 
@@ -190,7 +192,8 @@ def run(config: Config, workdir: str | pathlib.Path, resume: bool = False) -> di
     state, done = restored.state, restored.step
     del restored
   else:
-    state, done = step.init_state(config), 0
+    # Committed to its device like a restored state, so that both run the same compiled program.
+    state, done = jax.device_put(step.init_state(config), jax.local_devices()[0]), 0
     workdir.mkdir(parents=True, exist_ok=True)
     checkpoints.save(0, state, batches.get_state(), config)
   journal = Journal(workdir, done)
@@ -289,10 +292,12 @@ class _Training:
     t = self._config.train
     self._journal.plot()
     model = nnx.merge(self._graphdef, state.params)
-    answer = sample.reply(
-        model, self._source.tokenizer, t.sample_prompt, max_new_tokens=t.sample_tokens,
-        temperature=0.7, seed=t.seed,
-    )  # fmt: skip
+    tokenizer = self._source.tokenizer
+    reply = generate.Engine(model, tokenizer, self._config.serve).generate(
+        [generate.user_turn(tokenizer, t.sample_prompt, first=True)],
+        max_new_tokens=t.sample_tokens, sampling=Sampling(temperature=0.7, seed=t.seed),
+    ).replies[0]  # fmt: skip
+    answer = tokenizer.decode(reply.tokens)
     (workdir / "sample.txt").write_text(f"user: {t.sample_prompt}\nassistant: {answer}\n")
     self._display.say(f"user: {t.sample_prompt}\nassistant: {answer}")
 

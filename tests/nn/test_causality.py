@@ -13,6 +13,7 @@ def one_hot(shape, *at):
   return weights
 
 
+@pytest.mark.slow
 def test_a_row_has_no_gradient_into_later_rows_or_other_lines(tiny):
   """In a model with every mode, both stacks, an Engram and a pool."""
   inputs = tiny.inputs(ONE)

@@ -100,6 +100,7 @@ def test_short_inputs_without_any_padding(tiny, n):
   np.testing.assert_allclose(ours, solo(tiny, tokens[:n]), atol=OTHER_SHAPE, rtol=0)
 
 
+@pytest.mark.slow
 def test_an_input_of_padding_alone_is_finite(tiny):
   inputs = tiny.inputs(np.zeros((2, LENGTH), np.int32))
   out = tiny.run(tiny.model(), inputs)

@@ -87,7 +87,8 @@ def compiled_step(**train):
   return step.make_step(graph(), experiment(**train))
 
 
-@pytest.mark.parametrize("micro", [8, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 4))])
+@pytest.mark.slow
+@pytest.mark.parametrize("micro", [8, 4, 2])
 def test_accumulation_equals_one_batch_with_unequal_counts_and_an_empty_micro_batch(micro):
   batch = make_batch(empty=(3,))
   params = fresh_state().params
@@ -101,6 +102,7 @@ def test_accumulation_equals_one_batch_with_unequal_counts_and_an_empty_micro_ba
   chex.assert_trees_all_equal(parts.load, whole.load)
 
 
+@pytest.mark.slow
 def test_the_loss_of_unequal_micro_batches_is_the_mean_over_tokens():
   """One token of loss 4 and three of loss 1 are 7/4, not the mean 2.5 of their means."""
   batch = make_batch()
@@ -134,6 +136,7 @@ def is_indexer(name):
   return ".indexer." in name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changes", "moves"),
     [
