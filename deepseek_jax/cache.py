@@ -67,9 +67,11 @@ def _pack(codes: Array, bits: int) -> Array:
 
 def _unpack(words: Array, bits: int) -> Array:
   """Undoes `_pack`; codes are uint8."""
-  shifts = (jnp.arange(32 // bits, dtype=jnp.uint32) * bits)[:, None]
-  planes = (words[..., None, :] >> shifts) & jnp.uint32((1 << bits) - 1)
-  return planes.reshape(*words.shape[:-1], -1).astype(jnp.uint8)
+  mask = jnp.uint32((1 << bits) - 1)
+  # One plane a shift: XLA's CPU vectorises this, and not a shift by an array (0.25 against 0.45 ms
+  # for 16,384 index keys of 32 channels).
+  planes = [(words >> np.uint32(shift)) & mask for shift in range(0, 32, bits)]
+  return jnp.concatenate(planes, axis=-1).astype(jnp.uint8)
 
 
 def _scale_words(scales: Array, words: int) -> Array:
@@ -177,7 +179,14 @@ class Table:
     for _ in x.shape[:-2]:
       write = jax.vmap(write)
     new = self._encode(x)
-    return self._with_rows(tuple(write(r, slots, n) for r, n in zip(self._rows(), new)))
+
+    def once(_, table):
+      return table._with_rows(tuple(write(r, slots, n) for r, n in zip(table._rows(), new)))
+
+    # A loop of one turn, or none. Later reads cannot be fused with the write across it; without it
+    # XLA's CPU computes the written rows again in every read and copies each table three times.
+    some = jnp.any(slots < self.layout.rows).astype(jnp.int32)
+    return jax.lax.fori_loop(0, some, once, self)
 
   def read(self, dtype) -> Float[Array, "*n C H"]:
     """All rows."""

@@ -60,6 +60,9 @@ class Indexer(nnx.Module):
 
 def index_scores(queries: Queries, keys: Float[Array, "B C J"]) -> Float[Array, "B T C"]:
   """I(i, j) = Σ_h w_h · ReLU(q_h · k_j), accumulated in f32. Zeros are +0: −0 would rank below."""
+  if queries.q.shape[1] == 1:
+    # Keys first: for a single row XLA's CPU would transpose all keys as it unpacks them.
+    return _weighted(queries, jnp.moveaxis(dot("bcj,btij->bcti", keys, queries.q), 1, 3))
   return _weighted(queries, dot("btij,bcj->btic", queries.q, keys))
 
 

@@ -118,8 +118,9 @@ class Engine:
       self.store = Store(persistent, session)
 
   def capacity(self, tokens: int) -> int:
-    """Tokens a cache is made for: the next power of two, so that few shapes are compiled."""
-    return max(256, 1 << (tokens - 1).bit_length())
+    """Tokens a cache is made for: four sizes an octave, so that few shapes are compiled."""
+    step = max(256, 1 << max(0, (tokens - 1).bit_length() - 3))
+    return -(-tokens // step) * step
 
   def _resume(
       self, tokens: np.ndarray, cache: Cache, line: int

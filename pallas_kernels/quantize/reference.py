@@ -174,14 +174,16 @@ def _round_e4m3(magnitudes: Array) -> tuple[Array, Array]:
 def _element_values(codes: Array, element: Element) -> Array:
   if element == E4M3:
     return _e4m3_values(codes)
-  values = _e2m1_values((codes & 7).astype(jnp.float32))
-  return jnp.where((codes & 8) != 0, -values, values)
+  return _e2m1_values(codes)
 
 
-def _e2m1_values(magnitude_codes: Array) -> Array:
-  """0, .5, 1, 1.5, 2, 3, 4, 6 of 0..7: the upper hull of the three lines that the grid lies on."""
-  c = magnitude_codes
-  return jnp.maximum(jnp.maximum(0.5 * c, c - 2), 2 * c - 8)
+def _e2m1_values(codes: Array) -> Array:
+  """Of nibbles: exponent and mantissa moved to their places in f32; 0.5 would be subnormal there."""
+  codes = codes.astype(jnp.uint32)
+  magnitudes = codes & 7
+  bits = ((magnitudes >> 1) + 126) << 23 | (magnitudes & 1) << 22
+  half_or_zero = jnp.where(magnitudes == 1, jnp.uint32(126 << 23), jnp.uint32(0))
+  return _float(jnp.where(magnitudes > 1, bits, half_or_zero) | (codes & 8) << 28)
 
 
 def _e4m3_values(codes: Array) -> Array:
@@ -197,5 +199,5 @@ def _times_e8m0(values: Array, scale_bytes: Array) -> Array:
   """Multiplies by two half-sized powers of two: byte 0 is 2^-127, which f32 would flush."""
   exponents = scale_bytes.astype(jnp.uint32)
   half = exponents >> 1
-  values = values * _float((half + 64) << 23) * _float((exponents - half + 63) << 23)
-  return jnp.where(scale_bytes == 0xFF, jnp.nan, values)
+  first = jnp.where(exponents == 0xFF, jnp.nan, _float((half + 64) << 23))
+  return values * first * _float((exponents - half + 63) << 23)
