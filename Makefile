@@ -6,9 +6,10 @@ PYTEST_ARGS ?=
 
 BIN := $(VENV)/bin
 FINETUNE_READY := $(VENV)/.finetune-ready
+NOTEBOOKS_READY := $(VENV)/.notebooks-ready
 TEST_READY := $(VENV)/.test-ready
 
-.PHONY: finetune test test-fast lint format clean
+.PHONY: finetune test test-fast notebooks lint format clean
 
 finetune: $(FINETUNE_READY)
 	$(BIN)/python scripts/finetune.py --config=configs/tiny.py --workdir=runs/finetune \
@@ -19,6 +20,10 @@ test: $(TEST_READY)
 
 test-fast: $(TEST_READY)
 	$(BIN)/python -m pytest -m "not slow" $(PYTEST_ARGS)
+
+# Executed in kernels and left as they are. The suite's options are for its own modules.
+notebooks: $(NOTEBOOKS_READY)
+	$(BIN)/python -m pytest -o addopts= -p no:cacheprovider --nbmake --nbmake-timeout=300 notebooks
 
 lint: $(TEST_READY)
 	$(BIN)/ruff check .
@@ -33,10 +38,11 @@ clean:
 	find . -name __pycache__ -type d -not -path './.venv*' -prune -exec rm -rf {} +
 
 $(FINETUNE_READY): EXTRAS := data
+$(NOTEBOOKS_READY): EXTRAS := data,text,notebooks
 $(TEST_READY): EXTRAS := data,text,dev
 
 # The stamp is written last, so an interrupted installation starts again.
-$(FINETUNE_READY) $(TEST_READY): setup.cfg pyproject.toml
+$(FINETUNE_READY) $(NOTEBOOKS_READY) $(TEST_READY): setup.cfg pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit("deepseek-jax needs Python 3.11 or newer and $(PYTHON) is %d.%d: set PYTHON to a newer one." % sys.version_info[:2] if sys.version_info < (3, 11) else 0)'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[$(EXTRAS)]"

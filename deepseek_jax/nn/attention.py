@@ -110,10 +110,10 @@ def select(
   With `blocks` the row's candidate pool is chosen from the same scores and returned.
   """
   length, c = rows.positions.shape[1], entries.last.shape[1]
-  if pool is not None and length * pool.shape[-1] * block_size <= c:
-    one = select_in_pool(queries, rows, entries, pool, k=k, block_size=block_size)
-    return one, None
   size = chunks.chunk_rows(length, chunk, 1)
+  if pool is not None and not same_rows and 2 * pool.shape[-1] * block_size <= c:
+    one = lambda x, _: select_in_pool(*x[:2], entries, x[2], k=k, block_size=block_size)
+    return chunks.over_rows(one, (queries, rows, pool), size), None
   if isinstance(entries.index_keys, Table):
     entries = entries._replace(index_keys=entries.index_keys.read(queries.q.dtype))
 
