@@ -55,4 +55,5 @@ def get_config() -> ml_collections.ConfigDict:
       warmup_steps=50,
   )
   config.data = dict(tokenizer="deepseek")
+  config.serve = dict(buckets=(128, 1024, 4096), block=256)
   return config
