@@ -62,6 +62,7 @@ def time_decode(config, model, contexts, steps, repeats) -> dict:
   import numpy as np
 
   from deepseek_jax.serve import decode
+  from deepseek_jax.serve.weights import Weights
 
   classes = None
   if config.model.engram_layer_ids:
@@ -70,13 +71,14 @@ def time_decode(config, model, contexts, steps, repeats) -> dict:
   token, live = np.array([5], np.int32), np.array([True])
   room = (steps + 1) * (repeats + 1)
   caches = {n: jax.device_put(random_cache(config, n, n - room, 0)) for n in contexts}
+  weights = Weights.of(model)
   traced, taken = decode.step._cache_size(), {n: [] for n in contexts}
 
   def run(n, count):
     times = []
     for _ in range(count):
       began = time.perf_counter()
-      caches[n], logits = decode.step(model, caches[n], token, live, classes)
+      caches[n], logits = decode.step(weights, caches[n], token, live, classes)
       logits.block_until_ready()
       times.append(time.perf_counter() - began)
     return statistics.median(times)

@@ -20,6 +20,7 @@ from deepseek_jax.nn.block import Stream
 from deepseek_jax.nn.rows import Rows
 from deepseek_jax.nn.transformer import Transformer
 from deepseek_jax.serve import decode, prefill, replay, state
+from deepseek_jax.serve.weights import Weights
 
 DECODE = re.compile(r"decode_logits_from(\d+)$")
 REPLAY = re.compile(r"(arm[A-E]|sim[BD])(?:_[cp](\d+))?_(.+)$")
@@ -41,7 +42,7 @@ class Runs:
   """
 
   def __init__(self, case: Case, model: Transformer):
-    self.case, self.model = case, model
+    self.case, self.model, self.weights = case, model, Weights.of(model)
     self.storage = CacheFormats.of(model.compute)
     self.window = case.config.sliding_window
     pad = 0 if case.classes is None else int(case.classes[case.config.engram_pad_token_id])
@@ -74,7 +75,7 @@ class Runs:
     """Logits [B, rows, V] from the last prompt row on, reading the given continuation."""
     logits, live = [first], np.ones(len(self.case.ids), bool)
     for i in range(start, self.case.ids.shape[1]):
-      cache, new = decode.step(self.model, cache, self.case.ids[:, i], live, self.case.classes)
+      cache, new = decode.step(self.weights, cache, self.case.ids[:, i], live, self.case.classes)
       logits.append(np.asarray(new))
     return np.stack(logits, axis=1)
 

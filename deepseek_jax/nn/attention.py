@@ -23,6 +23,7 @@ from deepseek_jax.nn.indexer import (
     block_starts,
     index_scores,
     pool_mask,
+    pool_of_one,
     pool_top,
     scores_of_each,
     top_k,
@@ -114,7 +115,8 @@ def select(
   if pool is not None and not same_rows and 2 * pool.shape[-1] * block_size <= c:
     one = lambda x, _: select_in_pool(*x[:2], entries, x[2], k=k, block_size=block_size)
     return chunks.over_rows(one, (queries, rows, pool), size), None
-  if isinstance(entries.index_keys, Table):
+  one_document = isinstance(entries.index_keys, Table)
+  if one_document:
     entries = entries._replace(index_keys=entries.index_keys.read(queries.q.dtype))
 
   def of_chunk(x, stop):
@@ -125,7 +127,11 @@ def select(
     scores = index_scores(queries, keys)
     starts = None
     if blocks:
-      starts = pool_top(scores, seen, last, rows.positions, m=m, size=block_size, blocks=blocks)
+      how = dict(m=m, size=block_size, blocks=blocks)
+      if one_document:
+        starts = pool_of_one(scores, seen, rows.positions, **how)
+      else:
+        starts = pool_top(scores, seen, last, rows.positions, **how)
       wide = min(blocks, c) - starts.shape[-1]
       starts = jnp.pad(starts, ((0, 0), (0, 0), (0, wide)), constant_values=-1)
     if pool is not None:

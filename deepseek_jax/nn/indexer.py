@@ -95,6 +95,23 @@ def block_starts(last: Int[Array, "B C"], m: int, size: int) -> Int[Array, "B C"
   return jnp.arange(last.shape[1]) - (last // m) % size
 
 
+def pool_of_one(
+    scores: Float[Array, "B T C"], seen: Bool[Array, "B T C"], positions: Int[Array, "B T"], *,
+    m: int, size: int, blocks: int,
+) -> Int[Array, "B T P"]:  # fmt: skip
+  """`pool_top` where a line is one document and slot j holds its entry j."""
+  b, t, c = scores.shape
+  masked = jnp.where(seen & ~jnp.isnan(scores), scores, -jnp.inf)
+  masked = jnp.pad(masked, ((0, 0), (0, 0), (0, -c % size)), constant_values=-jnp.inf)
+  best = masked.reshape(b, t, -1, size).max(-1)
+  number = jnp.arange(best.shape[-1])
+  newest = ((positions + 1) // m - 1)[..., None] // size
+  best = jnp.where(number == newest, jnp.inf, best)
+  allowed = (number * size * m + m - 1 <= positions[..., None]) & seen.any(-1, keepdims=True)
+  chosen = top_k(best, allowed, min(blocks, best.shape[-1])).slots
+  return jnp.where(chosen < 0, -1, chosen * size)
+
+
 def pool_top(
     scores: Float[Array, "B T C"], seen: Bool[Array, "B T C"], last: Int[Array, "B C"],
     positions: Int[Array, "B T"], *, m: int, size: int, blocks: int,

@@ -22,6 +22,7 @@ from deepseek_jax.serve.persistent import PersistentStore
 from deepseek_jax.serve.sampling import Sampling, sample
 from deepseek_jax.serve.session import SessionStore, WindowState
 from deepseek_jax.serve.store import Store
+from deepseek_jax.serve.weights import Weights
 
 _GREEDY = Sampling()
 
@@ -97,7 +98,7 @@ class Engine:
     self.model, self.tokenizer = model, tokenizer
     self.serve = serve or ServeConfig()
     self.storage = self.serve.cache or CacheFormats.of(model.compute)
-    self.traffic = Traffic()
+    self.traffic, self.weights = Traffic(), Weights.of(model)
     classes = tok.token_classes(tokenizer) if model.config.engram_layer_ids else None
     pad = 0 if classes is None else int(classes[tokenizer.pad_id])
     self.reader = prefill.Reader(model, self.serve.buckets, classes, pad)
@@ -216,7 +217,7 @@ class Engine:
         live[line] = tokens[line] not in stop and len(written[line]) < max_new_tokens
       if not live.any():
         break
-      cache, logits = decode.step(self.model, cache, tokens, live, self.classes)
+      cache, logits = decode.step(self.weights, cache, tokens, live, self.classes)
       lengths = lengths + live
       tokens = np.asarray(sample(logits, lengths, sampling))
       steps += 1

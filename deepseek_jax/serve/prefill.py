@@ -19,6 +19,7 @@ from deepseek_jax.cache import Cache
 from deepseek_jax.nn.rows import Rows
 from deepseek_jax.nn.transformer import Transformer
 from deepseek_jax.serve.replay import Plan
+from deepseek_jax.serve.weights import Weights, whole
 
 
 def advance(
@@ -44,11 +45,11 @@ def advance(
 
 @functools.partial(jax.jit, donate_argnames="cache")
 def encode(
-    model: Transformer, cache: Cache, tokens: Int[Array, "B T"], rows: Rows,
+    model: Transformer | Weights, cache: Cache, tokens: Int[Array, "B T"], rows: Rows,
     ngrams: Int[Array, "B T n"] | None,
 ) -> Cache:  # fmt: skip
   """The encoder over rows; the decoder's global entries of them are written too."""
-  cache = model.encode(tokens, rows, ngrams, cache).cache
+  cache = whole(model).encode(tokens, rows, ngrams, cache).cache
   return advance(cache, rows, ngrams, None)
 
 
@@ -66,10 +67,11 @@ def extend_rows(
 
 @functools.partial(jax.jit, donate_argnames="cache", static_argnames="every")
 def extend(
-    model: Transformer, cache: Cache, tokens: Int[Array, "B T"], rows: Rows,
+    model: Transformer | Weights, cache: Cache, tokens: Int[Array, "B T"], rows: Rows,
     ngrams: Int[Array, "B T n"] | None, decoder_floors: Int[Array, "B T"], *, every: bool = False,
 ) -> tuple[Cache, Float[Array, "B V"] | Float[Array, "B T V"]]:  # fmt: skip
   """`extend_rows` with f32 logits of each line's last live row, or of every row."""
+  model = whole(model)
   cache, hidden = extend_rows(model, cache, tokens, rows, ngrams, decoder_floors)
   if every:
     return cache, model.logits(hidden)
@@ -145,6 +147,7 @@ class Reader:
     Raises:
       ValueError: an empty prompt, one longer than the cache, a token outside the vocabulary.
     """
+    weights = Weights.of(self.model)
     alone, both, floors = [], [], np.zeros(len(prompts), np.int32)
     for number, (prompt, plan) in enumerate(zip(prompts, plans, strict=True)):
       if plan is None:
@@ -157,7 +160,7 @@ class Reader:
         target.append(jax.tree.map(lambda a, part=part: a[part], line))
       floors[number] = plan.decoder_floor
     for chunk in self._chunks(alone):
-      cache = encode(self.model, cache, chunk.tokens, chunk.rows, chunk.ngrams)
+      cache = encode(weights, cache, chunk.tokens, chunk.rows, chunk.ngrams)
     if at_boundary is not None:
       at_boundary(cache)
     logits, all_logits = None, [[] for _ in prompts]
@@ -165,7 +168,7 @@ class Reader:
     for chunk in self._chunks(both, extra=window):
       below = np.broadcast_to(floors[:, None], chunk.tokens.shape)
       cache, new = extend(
-          self.model, cache, chunk.tokens, chunk.rows, chunk.ngrams, below, every=every
+          weights, cache, chunk.tokens, chunk.rows, chunk.ngrams, below, every=every
       )
       live = chunk.rows.segments > 0
       if every:
