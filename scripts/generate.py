@@ -6,6 +6,7 @@ entries outlive the process, and windows the turn.
 """
 
 import pathlib
+import re
 import sys
 import time
 
@@ -22,6 +23,7 @@ _TEMPERATURE = flags.DEFINE_float("temperature", 0.0, "0 takes the likeliest tok
 _TOP_P = flags.DEFINE_float("top_p", 1.0, "Draw from the likeliest tokens of this probability.")
 _SEED = flags.DEFINE_integer("seed", 0, "Of the draws.")
 _STOP = flags.DEFINE_multi_string("stop", [], "Further stop tokens: ids, or texts of one token.")
+_LOGPROBS = flags.DEFINE_bool("prompt_logprobs", False, "Add the first prompt's, in nats.")
 _STORE = flags.DEFINE_string("store", None, "Folder or URL of the persistent store.")
 _EVENTS = flags.DEFINE_string("events", None, "Folder for TensorBoard events of the counters.")
 
@@ -48,7 +50,7 @@ def stop_ids(tokenizer, texts) -> list[int]:
   """The end token and the further ones that `--stop` names."""
   found = [tokenizer.eos_id]
   for text in texts:
-    own = [int(text)] if text.lstrip("-").isdigit() else tokenizer.encode(text)
+    own = [int(text)] if re.fullmatch("-?[0-9]+", text) else tokenizer.encode(text)
     if len(own) != 1 or not 0 <= own[0] < tokenizer.vocab_size:
       raise ValueError(
           f"--stop is {text!r}; it must be a text of one token or an id below"
@@ -64,6 +66,8 @@ def main() -> dict:
     raise ValueError("--checkpoint is missing; give the workdir of a training run")
   if not _PROMPT.value or not all(_PROMPT.value):
     raise ValueError("--prompt is empty; give a text of at least one character")
+  if _CHAT.value and len(_PROMPT.value) > 1:
+    raise ValueError(f"--chat goes on with one prompt; there are {len(_PROMPT.value)}")
   if not pathlib.Path(_CHECKPOINT.value).is_dir():
     raise ValueError(f"--checkpoint is {_CHECKPOINT.value}; there is no such folder")
   cli.keep_heap()
@@ -112,6 +116,11 @@ def main() -> dict:
       f"read {engine.traffic.read} tokens, wrote {engine.traffic.written}:"
       f" read-to-write ratio {ratio:.2f}\n"
   )
+  more = {}
+  if _LOGPROBS.value:
+    found = engine.prompt_logprobs(texts[0])
+    sys.stdout.write(f"prompt: {-found.mean():.3f} nats a token\n")
+    more["prompt_logprobs"] = [float(x) for x in found]
   steps = max(1, result.steps)
   return {
       "text": tokenizer.decode(result.replies[0].tokens),
@@ -125,6 +134,7 @@ def main() -> dict:
       "arms": [reply.arm for reply in result.replies],
       "cached_tokens": [reply.cached for reply in result.replies],
       "store": engine.store.counters(),
+      **more,
   }
 
 

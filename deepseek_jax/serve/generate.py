@@ -232,6 +232,31 @@ class Engine:
     ]
     return Result(replies, prefill_seconds, decode_seconds, steps, sizes)
 
+  def prompt_logprobs(self, prompt: Sequence[int]) -> np.ndarray:
+    """Log p(token i + 1 | tokens up to i) of a prompt, f32 [n − 1], nats.
+
+    The full stack over every row (arm A), whatever the stores hold: a narrowed or resumed prefill
+    has no logits of earlier rows (spec 6).
+
+    Raises:
+      ValueError: fewer than 2 tokens, ids outside the vocabulary, more tokens than positions.
+    """
+    config = self.model.config
+    text = tok.checked_ids(prompt, config.vocab_size).astype(np.int32)
+    if not 2 <= len(text) <= config.max_position_embeddings:
+      raise ValueError(
+          f"the prompt has {len(text)} tokens; log-probabilities need within"
+          f" 2..{config.max_position_embeddings}"
+      )
+    cache = Cache.init(
+        config, self.storage, batch=1, capacity=self.capacity(len(text)),
+        pad_class=self.reader.pad_class,
+    )  # fmt: skip
+    plan = replay.exact(len(text))
+    _, _, logits = self.reader.prefill(cache, [text], [plan], every=True)
+    logp = np.asarray(jax.nn.log_softmax(logits[0][:-1]))
+    return np.take_along_axis(logp, text[1:, None], axis=1)[:, 0]
+
   def _keep(self, cache, texts, written, windows) -> None:
     """Global entries to the persistent store, encoder windows to the session store."""
     if self.store.persistent is None:

@@ -18,7 +18,7 @@ class Sampling:
     seed: of the draws. A request's draws depend on seed, its number and the position alone.
 
   Raises:
-    ValueError: a temperature below 0, top_p outside (0, 1].
+    ValueError: a temperature below 0, top_p outside (0, 1], a seed that does not fit 32 bits.
   """
 
   temperature: float = 0.0
@@ -30,6 +30,8 @@ class Sampling:
       raise ValueError(f"temperature is {self.temperature}; it must be finite and at least 0")
     if not 0 < self.top_p <= 1:
       raise ValueError(f"top_p is {self.top_p}; it must be within (0, 1]")
+    if not 0 <= self.seed < 1 << 32:  # JAX would take another seed for it.
+      raise ValueError(f"seed is {self.seed}; it must be within 0..2^32 - 1")
 
 
 def nucleus(logits: Float[Array, "B V"], top_p: float) -> Float[Array, "B V"]:
@@ -51,9 +53,10 @@ def sample(
     positions: of the tokens to come.
     how: static.
   """
-  if how.temperature == 0:
+  if how.temperature < jnp.finfo(logits.dtype).tiny:
     return jnp.argmax(logits, axis=-1).astype(jnp.int32)
-  logits = logits / how.temperature
+  # The likeliest token is at 0: no quotient overflows that can be drawn.
+  logits = (logits - jnp.max(logits, axis=-1, keepdims=True)) / how.temperature
   if how.top_p < 1:
     logits = nucleus(logits, how.top_p)
   key = jax.random.key(how.seed)
