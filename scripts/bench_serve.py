@@ -72,7 +72,7 @@ def time_decode(config, model, contexts, steps, repeats) -> dict:
   room = (steps + 1) * (repeats + 1)
   caches = {n: jax.device_put(random_cache(config, n, n - room, 0)) for n in contexts}
   weights = Weights.of(model)
-  traced, taken = decode.step._cache_size(), {n: [] for n in contexts}
+  traced, taken = decode.program._cache_size(), {n: [] for n in contexts}
 
   def run(n, count):
     times = []
@@ -85,11 +85,11 @@ def time_decode(config, model, contexts, steps, repeats) -> dict:
 
   for n in contexts:
     run(n, 1)
-  compiled = decode.step._cache_size() - traced
+  compiled = decode.program._cache_size() - traced
   for _ in range(repeats):
     for n in contexts:
       taken[n].append(run(n, steps))
-  if decode.step._cache_size() - traced != compiled:
+  if decode.program._cache_size() - traced != compiled:
     raise ValueError("decode was compiled again while the lengths grew")
   ratios = [a / b for a, b in zip(taken[contexts[0]], taken[contexts[-1]])]
   return {

@@ -24,7 +24,7 @@ from deepseek_jax.serve.weights import Weights
 
 DECODE = re.compile(r"decode_logits_from(\d+)$")
 REPLAY = re.compile(r"(arm[A-E]|sim[BD])(?:_[cp](\d+))?_(.+)$")
-_POISON_WORD, _POISON_VALUE = 0x47474747, 1e4
+_POISON_WORD, _POISON_VALUE = 0x7E7E7E7E, 1e4
 
 
 def poisoned(table: Table) -> Table:

@@ -9,7 +9,7 @@ from jaxtyping import Array, Bool, Float, Int
 from deepseek_jax.cache import Cache
 from deepseek_jax.nn.rows import Rows
 from deepseek_jax.nn.transformer import Transformer
-from deepseek_jax.serve.prefill import extend_rows
+from deepseek_jax.serve.prefill import extend_rows, require_alive
 from deepseek_jax.serve.weights import Weights, whole
 
 
@@ -36,5 +36,14 @@ def decode_row(
   return cache, model.logits(hidden)[:, 0]
 
 
-step = functools.partial(jax.jit, donate_argnames="cache")(decode_row)
-"""`decode_row`, compiled; the cache is donated: use the returned one."""
+program = functools.partial(jax.jit, donate_argnames="cache")(decode_row)
+
+
+def step(model, cache, tokens, live, classes):
+  """`decode_row`, compiled. The cache is donated: go on with the one that comes back.
+
+  Raises:
+    ValueError: a cache that was donated before.
+  """
+  require_alive(cache)
+  return program(model, cache, tokens, live, classes)

@@ -7,6 +7,7 @@ and extends by those. Which rows run is the plan's choice (`serve/replay.py`), n
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Sequence
 
 import jax
@@ -41,6 +42,14 @@ def advance(
       history=history.astype(jnp.int32),
       floors=cache.floors if floors is None else jnp.where(some[:, None], floors, cache.floors),
   )
+
+
+def require_alive(cache: Cache) -> None:
+  """Raises ValueError for a cache whose arrays an earlier call was given to reuse."""
+  if isinstance(cache.lengths, jax.Array) and cache.lengths.is_deleted():
+    raise ValueError(
+        "the cache was donated to an earlier call and is deleted; use the cache that it returned"
+    )
 
 
 @functools.partial(jax.jit, donate_argnames="cache")
@@ -142,11 +151,13 @@ class Reader:
 
     Returns:
       The cache; logits of every line's last row [B, V] (0 for lines left alone); logits of all
-      decoder rows, or an empty list.
+      decoder rows line by line, or an empty list.
 
     Raises:
-      ValueError: an empty prompt, one longer than the cache, a token outside the vocabulary.
+      ValueError: an empty prompt, one longer than the cache, a token outside the vocabulary, a
+        continued prefix that ends inside a group, a cache that was donated before.
     """
+    require_alive(cache)
     weights = Weights.of(self.model)
     alone, both, floors = [], [], np.zeros(len(prompts), np.int32)
     for number, (prompt, plan) in enumerate(zip(prompts, plans, strict=True)):
@@ -163,7 +174,9 @@ class Reader:
       cache = encode(weights, cache, chunk.tokens, chunk.rows, chunk.ngrams)
     if at_boundary is not None:
       at_boundary(cache)
-    logits, all_logits = None, [[] for _ in prompts]
+    vocab = self.model.config.vocab_size
+    logits = jnp.zeros((len(prompts), vocab), jnp.float32)
+    all_logits = [[np.zeros((0, vocab), np.float32)] for _ in prompts]
     window = self.model.config.sliding_window
     for chunk in self._chunks(both, extra=window):
       below = np.broadcast_to(floors[:, None], chunk.tokens.shape)
@@ -176,9 +189,8 @@ class Reader:
         for number, own in enumerate(live):
           all_logits[number].append(new[number, own])
         new = np.stack([a[max(0, n - 1)] for a, n in zip(new, live.sum(1))])
-      some = live.any(1)[:, None]
-      logits = jnp.where(some, new, 0.0 if logits is None else logits)
-    return cache, logits, [np.concatenate(a) for a in all_logits if a] if every else []
+      logits = jnp.where(live.any(1)[:, None], new, logits)
+    return cache, logits, [np.concatenate(a) for a in all_logits] if every else []
 
   def _line(self, prompt, plan, capacity):
     """(rows, tokens, ngrams) from the plan's first encoder row on."""
@@ -190,6 +202,12 @@ class Reader:
     if plan.length != len(prompt):
       raise ValueError(f"the plan is for {plan.length} tokens; the prompt has {len(prompt)}")
     start, ngrams = plan.encoder_start, None
+    multiple = math.lcm(*self.model.schedule.ratios)
+    if plan.arm == "C" and start == plan.cached and start % multiple:
+      raise ValueError(
+          f"cached is {plan.cached}; a prefix that is continued must be a multiple of {multiple}"
+          " tokens: a half-filled group is not kept"
+      )
     if self.classes is not None:
       order = self.model.config.engram_max_ngram_size
       known = tok.classes_of(prompt[max(0, start - order + 1) :], self.classes)

@@ -77,10 +77,16 @@ def continued(length: int, cached: int, window: int, floor: int = 0) -> Plan:
     cached: tokens whose entries are kept.
     window: W.
     floor: encoder floor of the kept window state.
+
+  Raises:
+    ValueError: a floor behind the first row that runs.
   """
   _check(length, cached)
   tail = max(0, length - window)
-  return Plan("C", length, cached, max(floor, min(cached, tail)), floor, tail, tail)
+  start = min(cached, tail)
+  if not 0 <= floor <= start:
+    raise ValueError(f"floor is {floor}; it must be within 0..{start}, the first row that runs")
+  return Plan("C", length, cached, start, floor, tail, tail)
 
 
 def replayed(length: int, cached: int, window: int) -> Plan:

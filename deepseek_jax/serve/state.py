@@ -13,11 +13,13 @@ import jax
 import numpy as np
 
 from deepseek_jax.cache import Cache
-from deepseek_jax.config import CacheFormats, ModelConfig
+from deepseek_jax.config import CacheFormats, ComputeConfig, ModelConfig
 from deepseek_jax.schedule import Schedule
 from deepseek_jax.serve.record import Part
 from deepseek_jax.serve.replay import Plan
 from deepseek_jax.serve.session import WindowState
+
+_PLAIN = ComputeConfig()
 
 
 def _tables(cache: Cache, schedule: Schedule):
@@ -33,15 +35,19 @@ def parts(config: ModelConfig, storage: CacheFormats) -> dict[str, Part]:
   return {name: Part(ratio, table.layout.row_bytes) for name, ratio, table in tables}
 
 
-def identity(config: ModelConfig, storage: CacheFormats, weights: object) -> str:
-  """Digest of what makes cached state of one model foreign to another: sizes, formats, weights.
+def identity(
+    config: ModelConfig, storage: CacheFormats, weights: object, compute: ComputeConfig = _PLAIN
+) -> str:
+  """Digest of what makes cached state of one model foreign to another.
 
   Args:
     config: of the model.
     storage: formats of the cache.
     weights: tree of arrays, or a string that stands for them.
+    compute: what it rounds to counts: entries that were rounded are no unrounded model's.
   """
-  digest = hashlib.sha256(f"{config}{storage}".encode())
+  rounding = compute.dtype, sorted(compute.quantize)
+  digest = hashlib.sha256(f"{config}{storage}{rounding}".encode())
   if isinstance(weights, str):
     digest.update(weights.encode())
   else:

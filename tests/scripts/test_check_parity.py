@@ -12,6 +12,7 @@ from flax import nnx
 from deepseek_jax.checkpoint import released
 from deepseek_jax.config import ModelConfig
 from deepseek_jax.eval import golden as files
+from deepseek_jax.eval import served
 from deepseek_jax.nn.transformer import Transformer
 from deepseek_jax.schedule import Schedule
 from scripts import check_parity
@@ -157,11 +158,82 @@ def test_the_gradient_limit_is_a_thousandth_of_the_maximum_plus_a_millionth(erro
   assert (relative <= check_parity.GRADIENT_LIMIT) == (error < 1e-3)
 
 
-def test_arms_of_the_serving_path_are_null_and_said(check, stored):
-  status, found, err = check(stored[()] | {"decode_logits_from9": np.zeros((4, 20))})
-  assert status == 0
-  assert found["decode_logits_max_abs"] is None
-  assert "decode_logits_from9" in err
+@pytest.fixture(scope="module")
+def resumed(stored):
+  """Decode, arms and simulations of the other model, as a golden file holds them."""
+  plain = stored[()]
+  description = {
+      "prompt_len": np.array(10), "window": np.array(4), "cached_lengths": np.array([3, 8]),
+      "sim_prompt_lengths": np.array([2, 10]),
+  }  # fmt: skip
+  tensors = {key[2:]: value for key, value in plain.items() if key.startswith("w/")}
+  case = files.Case(plain | description, CONFIG, tensors, plain["ids"][None], None, None, True)
+  runs = served.Runs(case, released.load(check_parity._shapes(CONFIG, ()), tensors))
+  with jax.default_matmul_precision("highest"):
+    arrays = {"decode_logits_from9": runs.decoded(9)}
+    arrays |= {k: v for k, v in runs.arms() if k[:4] not in ("armC", "armE")}
+    arrays |= dict(runs.simulated())
+  return plain | description | {k: v[0] if np.ndim(v) else v for k, v in arrays.items()}
+
+
+@pytest.mark.slow
+def test_decode_and_every_arm_are_run(check, resumed):
+  status, found, err = check(resumed)
+  assert (status, err, found["exceeded"]) == (0, "", [])
+  assert found["decode_logits_max_abs"] == 0.0
+  assert found["replay"].keys() == {"A", "B", "C", "D", "E", "simB", "simD"}
+  assert max(found["replay"].values()) < 1e-5
+  assert found["kv_max_abs"] == 0.0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("key", "at", "arms"),
+    [
+        ("decode_logits_from9", (2, 3), ""),
+        ("armA_logits", (0, 3), "A E"),
+        ("armB_logits", (3, 3), "B C"),
+        ("armD_c8_logits", (1, 3), "D"),
+        ("armD_c3_logits", (0, 0), "D"),
+        ("simB_p2_logits", (4, 3), "simB"),
+        ("simD_c8_logits", (0, 3), "simD"),
+        ("armA_kv1", (4, 31), ""),
+        ("armD_c8_new_index_k1", (0, 31), ""),
+        ("armD_c8_replay_window_kv", (0, 0, 0), ""),
+        ("armD_c8_floor", (), ""),
+    ],
+)
+def test_a_changed_element_of_an_arm_is_found_and_named(check, resumed, key, at, arms):
+  changed = resumed[key].copy()
+  changed[at] += 1
+  status, found, err = check(resumed | {key: changed})
+  assert status == 1
+  assert key in err
+  wrong = {arm for arm, value in found["replay"].items() if value > 5e-5}
+  assert wrong == set(arms.split())
+  assert (found["decode_logits_max_abs"] > 5e-5) == key.startswith("decode")
+  # Arms C and E stand under their own names, each for all hits.
+  names = {"A": ["armE"], "B": ["armC"]}.get(arms[:1], []) if len(arms) > 1 else []
+  assert {name for name in found["exceeded"] if name != key} == {
+      name for name in found["exceeded"] if name[:4] in names
+  }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("key", "value", "says"),
+    [
+        ("decode_logits_from13", np.zeros((0, 20)), "decode must start within 1..12"),
+        ("prompt_len", np.array(13), "prompt_len is 13; "),
+        ("cached_lengths", np.array([11]), "each must be within 1..10"),
+        ("window", np.array(8), "window is 8; the configuration has 4"),
+        ("armB_logits", np.zeros((2, 20)), "armB_logits has shape"),
+    ],
+)
+def test_arms_that_cannot_be_run_are_bad_content(check, resumed, key, value, says):
+  status, found, err = check(resumed | {key: value})
+  assert (status, found) == (2, None)
+  assert says in err
 
 
 def drop(name):
@@ -222,18 +294,21 @@ def test_both_names_of_the_configuration_mean_one_model(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "rounding", "keys"),
+    ("name", "rounding", "keys", "arms"),
     [
-        ("model_f32", (), "logits streams kv topk pool engram index"),
-        ("model_f32_quant", ALL, "logits streams kv topk pool engram index"),
-        ("grads_f32", (), "grads loss global"),
-        ("replay_f32", (), "logits kv"),
+        ("model_f32", (), "logits decode streams kv topk pool engram index", ""),
+        ("model_f32_quant", ALL, "logits decode streams kv topk pool engram index", ""),
+        ("grads_f32", (), "grads loss global", ""),
+        ("replay_f32", (), "logits kv", "A B C D E simB simD"),
     ],
 )
-def test_golden_files_agree(name, rounding, keys, capsys):
+def test_golden_files_agree(name, rounding, keys, arms, capsys):
   argv = [f"--golden={GOLDEN / name}.npz", f"--args={ARGS}", f"--weights={WEIGHTS}", "--json"]
   status, found, _ = report(check_parity.main(argv), capsys)
   assert (status, found["exceeded"], found["quantize"]) == (0, [], list(rounding))
   figures = {k: v for k, v in found.items() if k.endswith(("_abs", "_rel", "_equal"))}
   assert {k.split("_")[0] for k, v in figures.items() if v is not None} == set(keys.split())
   assert all(v in (None, True) or v < 3e-4 for v in figures.values())
+  replays = found["replay"] or {}
+  assert replays.keys() == set(arms.split())
+  assert max(replays.values(), default=0.0) < 5e-5
