@@ -16,6 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 from deepseek_jax.config import CacheFormats, ModelConfig
 from deepseek_jax.schedule import Schedule
 from pallas_kernels.quantize import formats, op
+from pallas_kernels.sparse_attention.layout import from_stored, to_stored
 
 # A TPU lays int32 arrays out in tiles of 8 × 128 words. With 128 words as the minor axis a tile row
 # is memory order, so that the array occupies its logical bytes and no kernel relays it out.
@@ -30,8 +31,9 @@ class Layout:
     storage: a block format of `formats.FORMATS`, 'bfloat16' or 'float32'.
     rows: capacity.
     width: channels of a row.
-    interleaved: the scales of a row follow its codes in one buffer (one DMA fetches a single row);
-      else codes and scales have a buffer each (whole blocks are read at once).
+    interleaved: codes and scales of a row are neighbours in one buffer, so that one DMA fetches a
+      single row (word order: `pallas_kernels.sparse_attention.layout`); else they have a buffer
+      each, and whole blocks are read at once.
   """
 
   storage: str
@@ -110,8 +112,8 @@ class Table:
         math.prod(a.shape) * a.dtype.itemsize for a in (self.data, self.scales) if a is not None
     )
 
-  def _encode(self, x: Array) -> tuple[Array, ...]:
-    """Rows as the buffers hold them, one array [..., words] a buffer."""
+  def _encode(self, slots: Array, x: Array) -> tuple[Array, ...]:
+    """Rows as the buffers hold them at `slots`, one array [..., words] a buffer."""
     f = self.layout.format
     if f is None:
       return (x.astype(self.layout.storage),)
@@ -119,16 +121,17 @@ class Table:
     missing = 4 * self.layout.words[1] - scales.shape[-1]
     scales = jnp.pad(scales, [(0, 0)] * (scales.ndim - 1) + [(0, missing)])
     words = _pack(codes, f.element.bits), _pack(scales, 8)
-    words = (jnp.concatenate(words, -1),) if self.layout.interleaved else words
+    words = (to_stored(*words, slots),) if self.layout.interleaved else words
     return tuple(jax.lax.bitcast_convert_type(w, jnp.int32) for w in words)
 
-  def _decode(self, rows: tuple[Array, ...], dtype) -> Array:
+  def _decode(self, slots: Array, rows: tuple[Array, ...], dtype) -> Array:
     f = self.layout.format
     if f is None:
       return rows[0].astype(dtype)
     rows = tuple(jax.lax.bitcast_convert_type(r, jnp.uint32) for r in rows)
-    split = self.layout.words[0]
-    codes, scales = (rows[0][..., :split], rows[0][..., split:]) if len(rows) == 1 else rows
+    if self.layout.interleaved:
+      rows = from_stored(rows[0], slots, self.layout.words[0])
+    codes, scales = rows
     count = self.layout.width // f.block
     return op.dequantize(_unpack(codes, f.element.bits), _unpack(scales, 8)[..., :count], f, dtype)
 
@@ -165,7 +168,7 @@ class Table:
     write = lambda rows, at, new: rows.at[at].set(new, mode="drop")
     for _ in x.shape[:-2]:
       write = jax.vmap(write)
-    new = self._encode(x)
+    new = self._encode(slots, x)
 
     def once(_, table):
       return table._with_rows(tuple(write(r, slots, n) for r, n in zip(table._rows(), new)))
@@ -177,13 +180,14 @@ class Table:
 
   def read(self, dtype) -> Float[Array, "*n C H"]:
     """All rows."""
-    return self._decode(self._rows(), dtype)
+    slots = jnp.broadcast_to(jnp.arange(self.layout.rows), self.shape[:-1])
+    return self._decode(slots, self._rows(), dtype)
 
   def take(self, slots: Int[Array, "B T K"], dtype) -> Float[Array, "B T K H"]:
     """Chosen rows of every line; other slots than 0 ≤ slot < rows read some row, to be masked."""
     pick = jax.vmap(lambda rows, at: rows.at[at].get(mode="clip"))
-    at = jnp.maximum(slots, 0)
-    return self._decode(tuple(pick(r, at) for r in self._rows()), dtype)
+    at = jnp.clip(slots, 0, self.layout.rows - 1)
+    return self._decode(at, tuple(pick(r, at) for r in self._rows()), dtype)
 
   def export(self, line: int, slots: Int[np.ndarray, " n"]) -> np.ndarray:
     """Rows of one line as stored, on the host: uint8 [*layers, n, row_bytes], little-endian."""

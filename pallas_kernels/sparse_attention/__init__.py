@@ -1,0 +1,1 @@
+"""Joint attention over a window and selected entries (spec 3.6)."""
