@@ -32,6 +32,13 @@ def spread(values) -> dict[str, float]:
   return dict(min=min(values), median=statistics.median(values), max=max(values))
 
 
+def lengths_of(flag: str, values: list[str]) -> list[int]:
+  """Positive integers of a list flag."""
+  if not all(v.isdecimal() and int(v) > 0 for v in values):
+    raise ValueError(f"--{flag} is {','.join(values)!r}; it must be lengths of at least 1 token")
+  return [int(v) for v in values]
+
+
 def random_cache(config, capacity: int, length: int, seed: int):
   """A cache of `length` tokens with random finite rows in every table."""
   import numpy as np
@@ -137,7 +144,7 @@ def count_prefill(config, lengths, chunk) -> dict:
 
 def main() -> dict:
   """Figures of both parts."""
-  contexts = [int(n) for n in _CONTEXTS.value]
+  contexts = lengths_of("contexts", _CONTEXTS.value)
   room = (_STEPS.value + 1) * (_REPEATS.value + 1)
   if min(contexts, default=0) <= room:
     raise ValueError(f"--contexts is {_CONTEXTS.value}; each must exceed {room}, the timed steps")
@@ -151,7 +158,7 @@ def main() -> dict:
   model = jax.jit(lambda: Transformer(config.model, config.compute, rngs=nnx.Rngs(0)))()
   found = time_decode(config, model, contexts, _STEPS.value, _REPEATS.value)
   if _PREFILL.value:
-    lengths = [int(n) for n in _PREFILL.value]
+    lengths = lengths_of("prefill", _PREFILL.value)
     found["prefill_flops_ratio"] = count_prefill(config, lengths, _CHUNK.value)
   return found
 

@@ -107,7 +107,7 @@ class Engine:
     self.parts = state.parts(model.config, self.storage)
     self.store = Store(None, None)
     if store is not None:
-      name = state.identity(model.config, self.storage, weights or model, model.compute)
+      name = state.identity(model.config, self.storage, weights or model, model.compute, classes)
       persistent = PersistentStore(
           store, name, self.parts, block=self.serve.block,
           guarantee_hours=self.serve.guarantee_hours, budget_bytes=self.serve.budget_bytes,

@@ -36,8 +36,9 @@ def parts(config: ModelConfig, storage: CacheFormats) -> dict[str, Part]:
 
 
 def identity(
-    config: ModelConfig, storage: CacheFormats, weights: object, compute: ComputeConfig = _PLAIN
-) -> str:
+    config: ModelConfig, storage: CacheFormats, weights: object, compute: ComputeConfig = _PLAIN,
+    classes: np.ndarray | None = None,
+) -> str:  # fmt: skip
   """Digest of what makes cached state of one model foreign to another.
 
   Args:
@@ -45,14 +46,15 @@ def identity(
     storage: formats of the cache.
     weights: tree of arrays, or a string that stands for them.
     compute: what it rounds to counts: entries that were rounded are no unrounded model's.
+    classes: Engram class of every token id: another tokenizer looks up other rows.
   """
   rounding = compute.dtype, sorted(compute.quantize)
   digest = hashlib.sha256(f"{config}{storage}{rounding}".encode())
   if isinstance(weights, str):
     digest.update(weights.encode())
-  else:
-    for leaf in jax.tree.leaves(weights):
-      digest.update(np.ascontiguousarray(np.asarray(leaf)).reshape(-1).view(np.uint8).data)
+    weights = ()
+  for leaf in jax.tree.leaves((weights, classes)):
+    digest.update(np.ascontiguousarray(np.asarray(leaf)).reshape(-1).view(np.uint8).data)
   return digest.hexdigest()
 
 
