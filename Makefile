@@ -2,7 +2,8 @@
 #   make test VENV=.venv313 PYTHON=python3.13
 PYTHON ?= python3
 VENV ?= .venv
-PYTEST_ARGS ?=
+# Two processes, each with whole files: fixtures compile once.
+PYTEST_ARGS ?= -n 2 --dist loadfile
 
 BIN := $(VENV)/bin
 FINETUNE_READY := $(VENV)/.finetune-ready
