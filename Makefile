@@ -40,7 +40,7 @@ clean:
 
 $(FINETUNE_READY): EXTRAS := data
 $(NOTEBOOKS_READY): EXTRAS := data,text,notebooks
-$(TEST_READY): EXTRAS := data,text,dev
+$(TEST_READY): EXTRAS := data,text,tpu,dev
 
 # The stamp is written last, so an interrupted installation starts again.
 $(FINETUNE_READY) $(NOTEBOOKS_READY) $(TEST_READY): setup.cfg pyproject.toml

@@ -4,20 +4,46 @@ from collections.abc import Sequence
 
 import jax
 
+# JAX has no public question for this, only the context manager and the setter that change it.
+from jax._src.config import pallas_tpu_interpret_mode_context_manager as _interpretation
+
+
+def platform() -> str:
+  """Where the function that is being traced will run: "tpu", "cpu" and so on.
+
+  The platform of the current mesh (`jax.set_mesh`, `jax.shard_map`), which for ahead-of-time
+  compilation is the one of the described chips; without a mesh, the default backend.
+  """
+  device = jax.sharding.get_abstract_mesh().abstract_device
+  return jax.default_backend() if device is None else device.platform
+
+
+def interpreted() -> bool:
+  """Whether Pallas kernels are interpreted: `pltpu.force_tpu_interpret_mode` or its setter."""
+  return bool(_interpretation.value)
+
 
 def resolve(implementation: str | None, available: Sequence[str]) -> str:
   """Returns the implementation to run: "pallas", "reference", or what the op names in `available`.
 
-  `None` is the Pallas kernel on a TPU where the op has one, the reference everywhere else. A name
-  is obeyed whatever the backend, so that a kernel can be compiled ahead of time or interpreted.
+  `None` is the Pallas kernel where the trace is for a TPU and the op has one, the reference
+  everywhere else, in the interpreter as well: that is slow and has to be asked for by name.
+
+  Call it while the op is traced, outside of a kernel.
 
   Raises:
-    ValueError: `implementation` is a name that the op does not offer.
+    ValueError: `implementation` is a name that the op does not offer, or "pallas" while neither is
+      the trace for a TPU nor interpretation on.
   """
   if implementation is None:
-    on_tpu = jax.default_backend() == "tpu"
-    return "pallas" if on_tpu and "pallas" in available else "reference"
+    return "pallas" if "pallas" in available and platform() == "tpu" else "reference"
   if implementation not in available:
     allowed = ", ".join(repr(name) for name in available)
     raise ValueError(f"implementation={implementation!r}: allowed are None, {allowed}")
+  if implementation == "pallas" and platform() != "tpu" and not interpreted():
+    raise ValueError(
+        f"implementation='pallas' on {platform()}: the kernel runs on a TPU, in the interpreter"
+        " (pltpu.force_tpu_interpret_mode), or is compiled for a TPU with its mesh set"
+        " (pallas_kernels.aot); None takes the reference here"
+    )
   return implementation

@@ -3,12 +3,12 @@
   python scripts/bench_kernels.py --generation=v6e [--kernel=NAME,NAME] [--noreference] [--json]
 
 Compiled ahead of time by the TPU compiler, nothing is run: cycles are modelled, never measured, and
-a chip needs at least as many. Figures are per query, row, entry or call, as `per` says, of the whole
-program with what XLA puts around a kernel. `cycles_issue` counts VLIW words, `cycles_latency` also
-the known latencies of results; `binds` is "HBM" where the bytes that were counted take longer still.
-`reference_cycles` is XLA's program of the definition: its latency or its HBM time, the longer one.
-`peer_cycles` are somebody else's kernel for the same work (`pallas_kernels/anchors.py`). On v5p a
-device is both cores of a chip, on TPU7x one of the two.
+a chip needs at least as many. Figures are per query, row, entry or call, as `per` says, and of the
+whole program with what XLA puts around a kernel. `cycles_issue` counts VLIW words, `cycles_latency`
+also the known latencies of results; `binds` is "HBM" where the counted bytes take longer still.
+`reference_cycles` is XLA's program of the definition, its latency or its HBM time, the longer one;
+`peer_cycles` somebody else's kernel for the same work (`pallas_kernels/anchors.py`). A device is
+both cores of a chip on v5p, one of the two on TPU7x.
 """
 
 import importlib
