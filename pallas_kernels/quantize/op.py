@@ -2,13 +2,18 @@
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int8, UInt8
+from jaxtyping import Array, Float, Int8, Int32, UInt8
 
 from pallas_kernels import dispatch
-from pallas_kernels.quantize import reference
+from pallas_kernels.block_sizes import BlockSizes, current_chip
+from pallas_kernels.quantize import kernel_pack, kernel_unpack, reference, reference_stored
 from pallas_kernels.quantize.formats import Format
+from pallas_kernels.quantize.stored import Stored
 
 _AVAILABLE = ("reference",)
+_STORED_AVAILABLE = ("pallas", "reference")
+# Beyond it the first and the last block, which nothing hides, cost more than steps do.
+_LARGEST_BLOCK = 2048
 
 
 def quantize(
@@ -120,6 +125,82 @@ def dequantize_rows(
   """
   _check_scales(packed, scale_bytes, _blocks(packed, 2 * packed.shape[-1], block))
   return reference.dequantize_rows(packed, scale_bytes, block, dtype)
+
+
+def pack(
+    x: Float[Array, "N H"], stored: Stored, *, implementation: str | None = None
+) -> tuple[Int32[Array, "_rows 128"], ...]:
+  """Rows as the caches store them: rounded, packed into words, in the order of the table.
+
+  Args:
+    x: float32 or bfloat16. N is a multiple of `stored.unit` and row 0 stands at a slot that is.
+    stored: one of `stored.LAYOUTS`, static.
+    implementation: see `dispatch.resolve`.
+
+  Returns:
+    The arrays of `stored.shapes(N)`: codes with their scales among them, or codes and scales.
+    Every bit is that of `quantize`; what `quantize` says of NaN, infinities and zeros holds.
+
+  Raises:
+    ValueError: dtype, N or H is not one of those above; implementation.
+  """
+  choice = dispatch.resolve(implementation, _STORED_AVAILABLE)
+  if x.dtype not in (jnp.float32, jnp.bfloat16):
+    raise ValueError(f"x has dtype {x.dtype}: allowed are float32 and bfloat16")
+  if x.shape[1] != stored.width or x.shape[0] < 1 or x.shape[0] % stored.unit:
+    raise ValueError(
+        f"x has shape {x.shape}: {stored.name} rows are [N, {stored.width}] with N a positive"
+        f" multiple of {stored.unit}"
+    )
+  if choice == "reference":
+    return reference_stored.pack(x, stored)
+  return kernel_pack.pack(x, stored, _block(f"pack_{stored.name}", x.shape[0], stored, x.itemsize))
+
+
+def unpack(
+    buffers: tuple[Int32[Array, "_rows 128"], ...],
+    stored: Stored,
+    *,
+    implementation: str | None = None,
+) -> Float[Array, "N H"]:
+  """All rows of stored arrays, in bfloat16, which holds every value exactly.
+
+  The kernel reads an E8M0 scale byte of 0, which `pack` never writes, as 0 and not as 2^-127.
+
+  Args:
+    buffers: what `pack` returns.
+    stored: one of `stored.LAYOUTS`, static.
+    implementation: see `dispatch.resolve`.
+
+  Raises:
+    ValueError: shapes that are not those of a multiple of `stored.unit` rows; implementation.
+  """
+  choice = dispatch.resolve(implementation, _STORED_AVAILABLE)
+  words = sum(stored.words) if stored.interleaved else stored.words[0]
+  rows = buffers[0].size // words
+  shapes = tuple(each.shape for each in buffers)
+  if rows < 1 or rows % stored.unit or shapes != stored.shapes(rows):
+    raise ValueError(
+        f"buffers have shapes {shapes}: {stored.name} arrays of {stored.unit} rows have"
+        f" {stored.shapes(stored.unit)}, and allowed are multiples of that many rows"
+    )
+  if choice == "reference":
+    return reference_stored.unpack(buffers, stored, jnp.bfloat16)
+  block = _block(f"unpack_{stored.name}", rows, stored, 2)
+  return kernel_unpack.unpack(buffers, stored, block, current_chip().bf16_vectors)
+
+
+def _block(kernel: str, rows: int, stored: Stored, itemsize: int) -> int:
+  # A block of scales has eight rows of words, or all of them.
+  unit = stored.unit if stored.interleaved else 8 * stored.unit
+  return BlockSizes.largest(
+      kernel,
+      rows,
+      rows if rows % unit else unit,
+      4 * sum(stored.words) + itemsize * stored.width,
+      fixed_bytes=8 * stored.unit * stored.width,
+      at_most=_LARGEST_BLOCK,
+  ).rows
 
 
 def _check(x: Array, fmt: Format):

@@ -8,12 +8,14 @@ hit ties often.
 """
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int8, UInt8
 
 from pallas_kernels.quantize.formats import E2M1, E4M3, Element, Format
 
+_INFINITY = np.uint32(0x7F800000)
 _FLT_MAX = float(jnp.finfo(jnp.float32).max)
 _FLT_MIN = float(jnp.finfo(jnp.float32).tiny)
 # A value that lies on one of these goes to the even code: down on the even ones, up on the others.
@@ -111,12 +113,14 @@ def _blocks(x: Array, fmt: Format) -> Array:
 
 def _scale(blocks: Array, fmt: Format) -> tuple[Array, Array]:
   """Scale f32 and its byte, both [..., G, 1]; NaN and the NaN byte where the block has a NaN."""
-  amax = jnp.max(jnp.abs(blocks), axis=-1, keepdims=True)
+  # As integers, of which NaN is the largest: XLA's CPU loses it in a maximum of many floats.
+  amax_bits = jnp.max(_bits(jnp.abs(blocks)), axis=-1, keepdims=True)
+  is_nan = amax_bits > _INFINITY
+  amax = _float(jnp.minimum(amax_bits, _INFINITY))
   if fmt.scale == "e8m0":
     scale, scale_bytes, nan_byte = *_e8m0_at_or_above(amax, fmt), 0xFF
   else:
     scale, scale_bytes, nan_byte = *_e4m3_nearest(amax, fmt), 0x7F
-  is_nan = jnp.isnan(amax)
   return jnp.where(is_nan, jnp.nan, scale), jnp.where(is_nan, nan_byte, scale_bytes)
 
 
@@ -178,7 +182,7 @@ def _element_values(codes: Array, element: Element) -> Array:
 
 
 def _e2m1_values(codes: Array) -> Array:
-  """Of nibbles: exponent and mantissa moved to their places in f32; 0.5 would be subnormal there."""
+  """Of nibbles: exponent and mantissa moved to their places in f32, where 0.5 is subnormal."""
   codes = codes.astype(jnp.uint32)
   magnitudes = codes & 7
   bits = ((magnitudes >> 1) + 126) << 23 | (magnitudes & 1) << 22
