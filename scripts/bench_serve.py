@@ -54,11 +54,10 @@ def random_cache(config, capacity: int, length: int, seed: int):
       if buffer is not None and buffer.dtype == np.int32:
         # No byte above 0x77: every code and scale is finite.
         buffer[:] = rng.integers(0, 1 << 31, buffer.shape) & 0x77777777
+        if buffer is table.scales:
+          buffer[:] = 0x7F7F7F7F  # 2^0: products with random E8M0 scales would be subnormal
       elif buffer is not None:
         buffer[:] = rng.normal(size=buffer.shape)
-  for table in cache.index_keys:
-    if table.scales is not None:
-      table.scales[:] = 0x7F7F7F7F  # 2^0: products with random E8M0 scales would be subnormal
   cache.lengths[:] = length
   return cache
 
