@@ -23,6 +23,7 @@ def _decode(queries: int) -> Shape:
       hbm_bytes=queries * (caches + 4 * _HEADS * _WIDTH),
       flops=queries * 4 * _HEADS * (_CHOSEN + _WINDOW) * _WIDTH,
       sizes={"queries": queries, "entries": _ENTRIES},
+      peer="sparse_decode",
   )
 
 
