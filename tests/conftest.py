@@ -4,6 +4,7 @@ import os
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
+import gc
 import pathlib
 import types
 
@@ -14,6 +15,14 @@ import pytest
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
 _GOLDEN = pathlib.Path(__file__).parent / "golden"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def freed_programs():
+  """Frees the programs of a module: each maps memory, and Linux allows a process 65,530 maps."""
+  yield
+  jax.clear_caches()
+  gc.collect()
 
 
 @pytest.fixture
