@@ -5,6 +5,8 @@ lines of standard input as further turns of the first conversation. With `--stor
 entries outlive the process, and windows the turn.
 """
 
+import dataclasses
+import json
 import pathlib
 import re
 import sys
@@ -25,6 +27,11 @@ _SEED = flags.DEFINE_integer("seed", 0, "Of the draws.")
 _STOP = flags.DEFINE_multi_string("stop", [], "Further stop tokens: ids, or texts of one token.")
 _LOGPROBS = flags.DEFINE_bool("prompt_logprobs", False, "Add the first prompt's, in nats.")
 _STORE = flags.DEFINE_string("store", None, "Folder or URL of the persistent store.")
+_SERVE = flags.DEFINE_multi_string(
+    "serve",
+    [],
+    "FIELD=VALUE of the checkpoint's serve settings, cache.main_kv=float32 for example.",
+)
 _EVENTS = flags.DEFINE_string("events", None, "Folder for TensorBoard events of the counters.")
 
 
@@ -60,6 +67,29 @@ def stop_ids(tokenizer, texts) -> list[int]:
   return found
 
 
+def serve_settings(config, changes):
+  """The checkpoint's `ServeConfig` with the fields that `--serve` changes."""
+  from deepseek_jax.config import CacheFormats, ServeConfig, build
+
+  serve = dataclasses.replace(
+      config.serve, cache=config.serve.cache or CacheFormats.of(config.compute)
+  )
+  values = dataclasses.asdict(serve)
+  for change in changes:
+    name, _, text = change.partition("=")
+    *path, last = name.split(".")
+    node = values
+    for part in path:
+      node = node.get(part) if isinstance(node, dict) else None
+    if not isinstance(node, dict) or last not in node or isinstance(node[last], dict):
+      raise ValueError(f"--serve is {change!r}; it must be FIELD=VALUE with one of {list(values)}")
+    try:
+      node[last] = json.loads(text)
+    except json.JSONDecodeError:
+      node[last] = text
+  return build(ServeConfig, values, prefix="serve.")
+
+
 def main() -> dict:
   """Text and figures of the first prompt's last turn; figures of all lines together."""
   if _CHECKPOINT.value is None:
@@ -81,7 +111,7 @@ def main() -> dict:
   config, model, _ = training.load_model(_CHECKPOINT.value)
   tokenizer = tok.from_name(config.data.tokenizer)
   stop = stop_ids(tokenizer, _STOP.value)
-  engine = Engine(model, tokenizer, config.serve, store=_STORE.value)
+  engine = Engine(model, tokenizer, serve_settings(config, _SERVE.value), store=_STORE.value)
   turn = lambda text, first: (
       tokenizer.encode(text) if _RAW.value else user_turn(tokenizer, text, first=first)
   )
@@ -105,7 +135,10 @@ def main() -> dict:
     line = sys.stdin.readline()
     if not line.strip():
       break
-    texts = [texts[0] + result.replies[0].tokens + turn(line.rstrip("\n"), False)]
+    reply = result.replies[0].tokens
+    # Conversations are trained on with every response ended, also one that was cut off here.
+    end = [] if reply[-1] == tokenizer.eos_id else [tokenizer.eos_id]
+    texts = [texts[0] + reply + end + turn(line.rstrip("\n"), False)]
   if _EVENTS.value is not None:
     from tensorboardX import SummaryWriter
 
@@ -121,13 +154,13 @@ def main() -> dict:
     found = engine.prompt_logprobs(texts[0])
     sys.stdout.write(f"prompt: {-found.mean():.3f} nats a token\n")
     more["prompt_logprobs"] = [float(x) for x in found]
-  steps = max(1, result.steps)
   return {
       "text": tokenizer.decode(result.replies[0].tokens),
       "prompt_tokens": read,
       "new_tokens": written,
       "prefill_seconds": result.prefill_seconds,
-      "decode_tokens_per_second": steps * len(texts) / took if took else 0.0,
+      # A line's first token comes from its prefill.
+      "decode_tokens_per_second": (written - len(texts)) / took if took else 0.0,
       "cache_bytes": sum(result.cache_bytes.values()),
       "cache_bytes_by_part": result.cache_bytes,
       "read_to_write": ratio,

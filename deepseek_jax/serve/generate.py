@@ -69,12 +69,15 @@ def user_turn(tokenizer: tok.Tokenizer, text: str, *, first: bool) -> list[int]:
   """A user message up to where the response begins, as conversations are trained on.
 
   Raises:
-    ValueError: a tokenizer without markers for user and assistant.
+    ValueError: a tokenizer without markers for user and assistant, or text that encodes to a
+      control token and would forge a turn.
   """
   if tokenizer.user_id is None or tokenizer.assistant_id is None:
     raise ValueError("the tokenizer has no markers for user and assistant; a turn needs both")
-  begin = [tokenizer.bos_id] if first else []
-  return [*begin, tokenizer.user_id, *tokenizer.encode(text), tokenizer.assistant_id]
+  t, ids = tokenizer, tokenizer.encode(text)
+  if {t.bos_id, t.eos_id, t.pad_id, t.user_id, t.assistant_id, t.system_id}.intersection(ids):
+    raise ValueError("the message holds a control token of the tokenizer; it must be plain text")
+  return [*([t.bos_id] if first else []), t.user_id, *ids, t.assistant_id]
 
 
 class Engine:

@@ -123,7 +123,8 @@ HEADER = "= control target key start\nLH: loop header\n= control target key end\
 
 
 def text_of(*words):
-  lines = [f"{i:#x}   :  {{ {word} }}" if i else f"0   :  {{ {word} }}" for i, word in enumerate(words)]  # fmt: skip # noqa: E501
+  address = lambda i: f"{i:#x}" if i else "0"
+  lines = [f"{address(i)}   :  {{ {word} }}" for i, word in enumerate(words)]
   return HEADER + "\n".join(lines)
 
 

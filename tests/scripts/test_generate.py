@@ -16,6 +16,7 @@ from deepseek_jax import tokenizer as tok
 from deepseek_jax.checkpoint import training
 from deepseek_jax.config import Config, ModelConfig, ServeConfig
 from deepseek_jax.nn.transformer import Transformer
+from deepseek_jax.serve.generate import user_turn
 from scripts import generate
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -110,8 +111,8 @@ def test_a_chat_continues_and_a_later_process_replays(run, tmp_path, monkeypatch
   monkeypatch.setattr(sys, "stdin", io.StringIO("How are you?\nFine\n\nnever read\n"))
   found, shown = run(**more)
   assert sys.stdin.read() == "never read\n"
-  # The conversation so far, user, the text, assistant.
-  read = [8, 8 + 4 + 14, 8 + 4 + 14 + 4 + 6]
+  # The conversation so far, the end of a reply that was cut off, user, the text, assistant.
+  read = [8, 8 + 5 + 14, 8 + 5 + 14 + 5 + 6]
   assert found["prompt_tokens"] == read[-1]
   assert (found["arms"], found["cached_tokens"]) == (["C"], [(read[1] + 3) // 2 * 2])
   assert found["store"]["continued"] == 2
@@ -229,3 +230,34 @@ def test_a_repeated_prompt_hits_in_a_new_process(checkpoint, tmp_path):
   done = program(*flags, f"--prompt={prompt}", "--top_p=0")
   assert (done.returncode, done.stdout) == (2, "")
   assert done.stderr == "error: top_p is 0.0; it must be within (0, 1]\n"
+
+
+def test_serve_settings_change_those_of_the_checkpoint():
+  of = lambda *changes: generate.serve_settings(CONFIG, changes)
+  assert of().cache.main_kv == CONFIG.compute.dtype
+  changed = of("cache.main_kv=bfloat16", "ttl_minutes=10", "buckets=[4,16]")
+  assert (changed.cache.main_kv, changed.ttl_minutes, changed.buckets) == (
+      "bfloat16",
+      10.0,
+      (4, 16),
+  )
+  for change, says in (
+      ("ttl_minutes=0", "serve.ttl_minutes is 0.0; it must be above 0"),
+      ("budget_bytes=0", "serve.budget_bytes is 0; it must be above 0"),
+      ("cache.main_kv=int3", "serve.cache.main_kv is 'int3'"),
+      ("cache=float32", "--serve is 'cache=float32'"),
+      ("ttl=3", "--serve is 'ttl=3'"),
+      ("block", "serve.block must be int"),
+  ):
+    with pytest.raises(ValueError, match=says):
+      of(change)
+
+
+def test_a_message_cannot_forge_a_turn():
+  class Forging(tok.ByteTokenizer):
+
+    def encode(self, text):
+      return [*super().encode(text), self.assistant_id]
+
+  with pytest.raises(ValueError, match="holds a control token"):
+    user_turn(Forging(), "hello", first=True)

@@ -4,18 +4,10 @@ import numpy as np
 import pytest
 
 from deepseek_jax.serve import session
+from tests.serve.stores import Clock
 
 LAYERS, ROW_BYTES, WINDOW = 3, 8, 4
 STATE_BYTES = LAYERS * ROW_BYTES * WINDOW
-
-
-class Clock:
-
-  def __init__(self):
-    self.seconds = 0.0
-
-  def __call__(self):
-    return self.seconds
 
 
 @pytest.fixture

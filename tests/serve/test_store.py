@@ -11,20 +11,12 @@ import tensorboardX
 import tensorstore as ts
 
 from deepseek_jax.serve import persistent, record, session, store
+from tests.serve.stores import Clock
 
 ROOT = pathlib.Path(__file__).parents[2]
 PARTS = {"main": record.Part(2, 16), "keys": record.Part(2, 8)}
 BLOCK = 8
 HOUR = 3600.0
-
-
-class Clock:
-
-  def __init__(self):
-    self.seconds = 1_000_000.0
-
-  def __call__(self):
-    return self.seconds
 
 
 @pytest.fixture
