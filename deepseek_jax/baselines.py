@@ -10,7 +10,8 @@ import dataclasses
 import math
 
 from deepseek_jax import ledger
-from deepseek_jax.config import ModelConfig, require
+from deepseek_jax.config import ModelConfig
+from deepseek_jax.fields import require
 from deepseek_jax.ledger import Layer
 from deepseek_jax.schedule import Schedule
 from pallas_kernels.quantize import formats

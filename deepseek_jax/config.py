@@ -8,63 +8,12 @@ values the model cannot represent are errors that name the field.
 import dataclasses
 import json
 import pathlib
-import types
-import typing
 from collections.abc import Mapping
 from typing import Any
 
 import ml_collections
 
-
-def _coerce(name: str, value: Any, kind: Any) -> Any:
-  """`value` as the annotated type; lists become tuples, ints may stand for floats."""
-  origin, args = typing.get_origin(kind), typing.get_args(kind)
-  if origin in (types.UnionType, typing.Union):
-    if value is None:
-      return None
-    (kind,) = [a for a in args if a is not type(None)]
-    return _coerce(name, value, kind)
-  if dataclasses.is_dataclass(kind):
-    if isinstance(value, kind):
-      return value
-    if not isinstance(value, Mapping):
-      raise ValueError(
-          f"{name} must be a mapping with the fields of {kind.__name__}, got {value!r}"
-      )
-    return build(kind, value, prefix=f"{name}.")
-  if origin is tuple:
-    if not isinstance(value, (list, tuple)):
-      raise ValueError(f"{name} must be a list of {args[0].__name__}, got {value!r}")
-    return tuple(_coerce(f"{name}[{i}]", v, args[0]) for i, v in enumerate(value))
-  if kind is float and isinstance(value, int) and not isinstance(value, bool):
-    return float(value)
-  if not isinstance(value, kind) or (kind is not bool and isinstance(value, bool)):
-    raise ValueError(f"{name} must be {kind.__name__}, got {value!r}")
-  return value
-
-
-def build(cls: type, values: Mapping[str, Any], *, prefix: str = "") -> Any:
-  """A config dataclass from a mapping.
-
-  Raises:
-    ValueError: a key that the class does not have, a required key that is absent, a wrong type.
-  """
-  fields = {f.name: f for f in dataclasses.fields(cls)}
-  unknown = sorted(set(values) - set(fields))
-  if unknown:
-    raise ValueError(f"unknown key {prefix}{unknown[0]}; {cls.__name__} has {', '.join(fields)}")
-  required = (dataclasses.MISSING, dataclasses.MISSING)
-  for name, field in fields.items():
-    if name not in values and (field.default, field.default_factory) == required:
-      raise ValueError(f"{prefix}{name} is missing; {cls.__name__} needs it")
-  hints = typing.get_type_hints(cls)
-  return cls(**{k: _coerce(prefix + k, v, hints[k]) for k, v in values.items()})
-
-
-def require(condition: object, field: str, value: Any, allowed: str) -> None:
-  """Raises ValueError naming the field, its value and what is allowed."""
-  if not condition:
-    raise ValueError(f"{field} is {value!r}; it must be {allowed}")
+from deepseek_jax.fields import build, require
 
 
 @dataclasses.dataclass(frozen=True)
@@ -229,7 +178,8 @@ class ComputeConfig:
   """How the model is executed; nothing here changes what it computes beyond rounding.
 
   `quantize` lists the cache components whose fake quantisation is on (`main_kv`, `index`,
-  `window_kv`). `row_chunk` is the number of query rows whose scores exist at one time.
+  `window_kv`). `row_chunk` is the number of query rows whose scores exist at one time. `kernels`
+  is "auto" (Pallas kernels on a TPU, where they take the sizes), "pallas" or "reference".
   """
 
   dtype: str = "float32"
@@ -238,19 +188,24 @@ class ComputeConfig:
   remat: str = "none"
   scan_layers: bool = True
   row_chunk: int = 128
+  kernels: str = "auto"
 
   def __post_init__(self):
-    for name in ("dtype", "param_dtype"):
-      require(
-          getattr(self, name) in ("float32", "bfloat16"), f"compute.{name}", getattr(self, name),
-          "'float32' or 'bfloat16'",
-      )  # fmt: skip
+    floats = "float32", "bfloat16"
+    known = dict(dtype=floats, param_dtype=floats, remat=("none", "layer", "dots"))
+    known["kernels"] = "auto", "pallas", "reference"
+    for name, allowed in known.items():
+      value = getattr(self, name)
+      require(value in allowed, f"compute.{name}", value, f"one of {allowed}")
     allowed = ("main_kv", "index", "window_kv")
     for part in self.quantize:
       require(part in allowed, "compute.quantize", part, f"one of {allowed}")
-    policies = ("none", "layer", "dots")
-    require(self.remat in policies, "compute.remat", self.remat, f"one of {policies}")
     require(self.row_chunk >= 1, "compute.row_chunk", self.row_chunk, "at least 1")
+
+  @property
+  def implementation(self) -> str | None:
+    """What `pallas_kernels.dispatch.resolve` takes."""
+    return None if self.kernels == "auto" else self.kernels
 
 
 _STORAGE = ("fp4_e2m1_e4m3_16", "mxfp4", "fp8_e4m3_e8m0_32", "bfloat16", "float32")

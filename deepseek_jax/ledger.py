@@ -19,7 +19,8 @@ import types
 from collections.abc import Iterable, Mapping, Sequence
 from fractions import Fraction
 
-from deepseek_jax.config import ModelConfig, require
+from deepseek_jax.config import ModelConfig
+from deepseek_jax.fields import require
 from deepseek_jax.schedule import LayerSpec, Mode, Schedule
 from pallas_kernels.quantize import formats
 

@@ -23,20 +23,29 @@ def interpreted() -> bool:
   return bool(_interpretation.value)
 
 
-def resolve(implementation: str | None, available: Sequence[str]) -> str:
+def resolve(
+    implementation: str | None, available: Sequence[str], refusal: str | None = None
+) -> str:
   """Returns the implementation to run: "pallas", "reference", or what the op names in `available`.
 
-  `None` is the Pallas kernel where the trace is for a TPU and the op has one, the reference
-  everywhere else, in the interpreter as well: that is slow and has to be asked for by name.
+  `None` is the Pallas kernel where the trace is for a TPU and the op has one that takes the sizes,
+  the reference everywhere else, in the interpreter as well: that is slow and has to be asked for by
+  name.
 
   Call it while the op is traced, outside of a kernel.
 
+  Args:
+    implementation: what the caller asked for.
+    available: what the op has.
+    refusal: why its kernel does not take these sizes, a sentence that names the limit, or None.
+
   Raises:
     ValueError: `implementation` is a name that the op does not offer, or "pallas" while neither is
-      the trace for a TPU nor interpretation on.
+      the trace for a TPU nor interpretation on, or "pallas" and `refusal`.
   """
   if implementation is None:
-    return "pallas" if "pallas" in available and platform() == "tpu" else "reference"
+    takes = "pallas" in available and platform() == "tpu" and refusal is None
+    return "pallas" if takes else "reference"
   if implementation not in available:
     allowed = ", ".join(repr(name) for name in available)
     raise ValueError(f"implementation={implementation!r}: allowed are None, {allowed}")
@@ -46,4 +55,6 @@ def resolve(implementation: str | None, available: Sequence[str]) -> str:
         " (pltpu.force_tpu_interpret_mode), or is compiled for a TPU with its mesh set"
         " (pallas_kernels.aot); None takes the reference here"
     )
+  if implementation == "pallas" and refusal is not None:
+    raise ValueError(refusal)
   return implementation

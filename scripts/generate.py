@@ -69,7 +69,8 @@ def stop_ids(tokenizer, texts) -> list[int]:
 
 def serve_settings(config, changes):
   """The checkpoint's `ServeConfig` with the fields that `--serve` changes."""
-  from deepseek_jax.config import CacheFormats, ServeConfig, build
+  from deepseek_jax.config import CacheFormats, ServeConfig
+  from deepseek_jax.fields import build
 
   serve = dataclasses.replace(
       config.serve, cache=config.serve.cache or CacheFormats.of(config.compute)

@@ -8,7 +8,8 @@ import jax
 import pytest
 
 from configs import flash
-from deepseek_jax.config import Config, ModelConfig, build, read_released
+from deepseek_jax.config import Config, ModelConfig, read_released
+from deepseek_jax.fields import build
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
 FLASH = Config.from_config_dict(flash.get_config())

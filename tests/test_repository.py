@@ -17,6 +17,7 @@ LONGEST_MODULE = 400
 # A module imports from its own room and from rooms to its left.
 ROOMS = {
     "pallas_kernels": 0,
+    "deepseek_jax.fields": 1,
     "deepseek_jax.config": 1,
     "deepseek_jax.schedule": 2,
     "deepseek_jax.cli": 2,

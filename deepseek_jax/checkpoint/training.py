@@ -14,7 +14,8 @@ import orbax.checkpoint as ocp
 from absl import logging
 from flax import nnx
 
-from deepseek_jax.config import Config, build
+from deepseek_jax.config import Config
+from deepseek_jax.fields import build
 from deepseek_jax.nn.transformer import Transformer
 
 # What may differ between the run that saved and the run that resumes: nothing here enters a step.

@@ -16,7 +16,7 @@ from deepseek_jax.cache import Cache, Table, ring_positions
 from deepseek_jax.config import CacheFormats
 from deepseek_jax.eval.golden import Case
 from deepseek_jax.nn.attention import Pass
-from deepseek_jax.nn.block import Stream
+from deepseek_jax.nn.hyper_connections import Stream
 from deepseek_jax.nn.rows import Rows
 from deepseek_jax.nn.transformer import Transformer
 from deepseek_jax.serve import decode, prefill, replay, state

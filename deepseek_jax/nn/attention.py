@@ -13,7 +13,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from deepseek_jax.cache import Table, Tail
-from deepseek_jax.config import ModelConfig
+from deepseek_jax.config import ComputeConfig, ModelConfig
 from deepseek_jax.nn import chunks
 from deepseek_jax.nn.compressor import Compressor, Entries, visible
 from deepseek_jax.nn.indexer import (
@@ -145,13 +145,14 @@ class Attention(nnx.Module):
   """Projections of one layer, with the compressor and indexer that its mode calls for."""
 
   def __init__(
-      self, stack: tuple[int, ...], config: ModelConfig, spec: LayerSpec, plan: QuantPlan, *,
-      chunk: int, rngs: nnx.Rngs, dtype,
+      self, stack: tuple[int, ...], config: ModelConfig, compute: ComputeConfig, spec: LayerSpec,
+      plan: QuantPlan, *, rngs: nnx.Rngs, dtype,
   ):  # fmt: skip
     d, n, h = config.hidden_size, config.num_attention_heads, config.head_dim
     latent, groups, rank = config.q_lora_rank, config.o_groups, config.o_lora_rank
     make = dict(rngs=rngs, dtype=dtype)
-    self.config, self.spec, self.plan, self.chunk = config, spec.kind, plan, chunk
+    self.config, self.spec, self.plan = config, spec.kind, plan
+    self.chunk, self.implementation = compute.row_chunk, compute.implementation
     self.attn_sink = constant((*stack, n), 0.0)
     self.wq_a = Linear(stack, d, latent, **make)
     self.q_norm = RMSNorm(stack, latent, config.rms_norm_eps, dtype=dtype)

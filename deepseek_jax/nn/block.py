@@ -8,24 +8,17 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from deepseek_jax.cache import Tail
-from deepseek_jax.config import ModelConfig
-from deepseek_jax.nn import hyper_connections as hc
+from deepseek_jax.config import ComputeConfig, ModelConfig
 from deepseek_jax.nn.attention import Attention, Context, Pass, Published
 from deepseek_jax.nn.compressor import Entries, visible
 from deepseek_jax.nn.engram import Engram
+from deepseek_jax.nn.hyper_connections import HyperConnections, Site, Stream
 from deepseek_jax.nn.indexer import block_starts, index_scores, pool_mask
 from deepseek_jax.nn.joint_attention import WindowKeys
 from deepseek_jax.nn.layers import RMSNorm, constant, normal
 from deepseek_jax.nn.moe import Balance, MoE
 from deepseek_jax.quant import QuantPlan
 from deepseek_jax.schedule import LayerSpec, Mode
-
-
-class Stream(NamedTuple):
-  """The residual state between layers: M streams, and the coefficients that collapse them (f32)."""
-
-  x: Float[Array, "B T M D"]
-  pre: Float[Array, "B T M"]
 
 
 class LayerOut(NamedTuple):
@@ -65,17 +58,21 @@ class Block(nnx.Module):
   """A run of equal layers, parameters stacked on a leading axis; called on one layer's slice."""
 
   def __init__(
-      self, stack: tuple[int, ...], config: ModelConfig, spec: LayerSpec, plan: QuantPlan, *,
-      chunk: int, rngs: nnx.Rngs, dtype,
+      self, stack: tuple[int, ...], config: ModelConfig, compute: ComputeConfig, spec: LayerSpec,
+      plan: QuantPlan, *, rngs: nnx.Rngs, dtype,
   ):  # fmt: skip
     m, d = config.hc_mult, config.hidden_size
     self.config, self.spec = config, spec.kind
+    self.hc = HyperConnections(
+        m, config.hc_sinkhorn_iters, config.hc_eps, config.rms_norm_eps,
+        compute.implementation,
+    )  # fmt: skip
     if spec.engram is not None:
       self.engram = Engram(stack, config, spec.engram, rngs=rngs, dtype=dtype)
     self.attn_norm = RMSNorm(stack, d, config.rms_norm_eps, dtype=dtype)
-    self.attn = Attention(stack, config, spec, plan, chunk=chunk, rngs=rngs, dtype=dtype)
+    self.attn = Attention(stack, config, compute, spec, plan, rngs=rngs, dtype=dtype)
     self.ffn_norm = RMSNorm(stack, d, config.rms_norm_eps, dtype=dtype)
-    self.ffn = MoE(stack, config, rngs=rngs, dtype=dtype)
+    self.ffn = MoE(stack, config, compute.implementation, rngs=rngs, dtype=dtype)
     z = (2 + m) * m
     # Unpublished initialisation; this one starts every site near equal mixing (N(0, 0.02²), a = 1).
     self.hc_attn_fn = normal(rngs, (*stack, z, m * d), 0.02, jnp.float32)
@@ -85,17 +82,16 @@ class Block(nnx.Module):
     self.hc_ffn_base = constant((*stack, z), 0.0)
     self.hc_ffn_scale = constant((*stack, 3), 1.0)
 
-  def _coefficients(self, x: Float[Array, "B T M D"], site: str) -> hc.Coefficients:
-    fn, base, scale = (getattr(self, f"hc_{site}_{part}")[...] for part in ("fn", "base", "scale"))
-    c = self.config
-    return hc.coefficients(
-        x, fn, scale, base, iterations=c.hc_sinkhorn_iters, eps=c.hc_eps, norm_eps=c.rms_norm_eps
-    )
+  def site(self, name: str) -> Site:
+    """Parameters of "attn" or "ffn"."""
+    return Site(*(getattr(self, f"hc_{name}_{part}")[...] for part in Site._fields))
 
   def remember(self, s: Stream, ngrams: Int[Array, "B T n"]) -> Stream:
     """The stream after this layer's Engram; comes before `publish` and the call."""
     with jax.named_scope("engram"):
-      return s._replace(x=self.engram(s.x, ngrams))
+      x = s.x.reshape(*s.x.shape[:2], self.config.hc_mult, -1)
+      x = self.engram(x, ngrams).reshape(s.x.shape)
+      return self.hc.enter(x, s.pre, self.site("attn"))
 
   def publish(
       self, s: Stream, ctx: Context, tail: Tail | None = None
@@ -105,23 +101,23 @@ class Block(nnx.Module):
     For the decoder's source this is the encoder's output: it needs no decoder row (spec 6).
     """
     with jax.named_scope("publish"):
-      return self.attn.publish(self.attn_norm(hc.collapse(s.x, s.pre)), ctx, tail)
+      return self.attn.publish(self.attn_norm(s.u), ctx, tail)
 
   def __call__(
-      self, s: Stream, ctx: Context, past: WindowKeys, shared: Published, how: Pass
-  ) -> tuple[Stream, Published, LayerOut]:
+      self, s: Stream, following: Site, ctx: Context, past: WindowKeys, shared: Published,
+      how: Pass,
+  ) -> tuple[Stream, Published, LayerOut]:  # fmt: skip
     """The layer on its rows.
 
     Args:
       s: stream after Engram.
+      following: the attention site of the layer that comes next; the last layer may get any.
       ctx: of the rows.
       past: window keys of slots before the rows, at least W − 1 (segment 0 where there are none).
       shared: entries to read; this layer adds the selection it makes.
       how: static facts of the pass.
     """
-    with jax.named_scope("hyper_connections"):
-      at_attn = self._coefficients(s.x, "attn")
-      x = self.attn_norm(hc.collapse(s.x, s.pre))
+    x = self.attn_norm(s.u)
     c_q = self.attn.query_latent(x)
     if self.spec.selects:
       with jax.named_scope("select"):
@@ -135,13 +131,11 @@ class Block(nnx.Module):
       )
       y, mass = self.attn(x, c_q, ctx, window, shared, how)
     with jax.named_scope("hyper_connections"):
-      middle = hc.expand(y, s.x, at_attn)
-      at_ffn = self._coefficients(middle, "ffn")
-      x_ffn = self.ffn_norm(hc.collapse(middle, at_attn.pre))
+      middle = self.hc.update(s, y, self.site("ffn"))
     with jax.named_scope("moe"):
-      y, balance = self.ffn(x_ffn, ctx.rows.segments > 0)
+      y, balance = self.ffn(self.ffn_norm(middle.u), ctx.rows.segments > 0)
     with jax.named_scope("hyper_connections"):
-      out = Stream(hc.expand(y, middle, at_ffn), at_ffn.pre)
+      out = self.hc.update(middle, y, following)
     loss = None
     if how.index_loss:
       loss = index_divergence(mass, shared.selection.scores) if self.spec.ratio else jnp.zeros(())
@@ -150,7 +144,8 @@ class Block(nnx.Module):
 
   def _trace(self, out, x, c_q, ctx, own, shared) -> dict[str, Any]:
     """Intermediate values under the names of the golden captures; index scores masked as there."""
-    trace = dict(x_out=out.x, pre_out=out.pre, window_kv=own)
+    x_out = out.x.reshape(*x.shape[:2], self.config.hc_mult, -1)
+    trace = dict(x_out=x_out, pre_out=out.pre, window_kv=own)
     if self.spec.mode is Mode.FULL:
       trace.update(entries=shared.entries)
     if self.spec.ratio:

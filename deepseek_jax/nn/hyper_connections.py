@@ -1,13 +1,20 @@
 """Single-pass manifold-constrained hyper-connections (spec 9): M residual streams and their mixing.
 
 Every collapse uses the coefficients of the sub-layer before; `post` and `mix` are the current ones.
+
+The streams travel flat, [B, T, M·D], and a site's coefficients flat, [B, T, (2 + M)·M]: so does the
+kernel take them, and on a TPU an axis of M = 4 streams would be padded to eight.
 """
 
+import dataclasses
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
+
+from pallas_kernels import dispatch
+from pallas_kernels.hyper_connections import op
 
 
 class Coefficients(NamedTuple):
@@ -16,6 +23,39 @@ class Coefficients(NamedTuple):
   pre: Float[Array, "B T M"]
   post: Float[Array, "B T M"]
   mix: Float[Array, "B T M M"]
+
+  @classmethod
+  def of(cls, flat: Float[Array, "B T Z"], streams: int) -> "Coefficients":
+    mix = flat[..., 2 * streams :].reshape(*flat.shape[:2], streams, streams)
+    return cls(flat[..., :streams], flat[..., streams : 2 * streams], mix)
+
+  @property
+  def flat(self) -> Float[Array, "B T Z"]:
+    return jnp.concatenate([self.pre, self.post, self.mix.reshape(*self.pre.shape[:2], -1)], -1)
+
+
+class Site(NamedTuple):
+  """Parameters of one site, f32; a run of layers stacks them."""
+
+  fn: Float[Array, "*n Z MD"]
+  scale: Float[Array, "*n 3"]
+  base: Float[Array, "*n Z"]
+
+
+class Stream(NamedTuple):
+  """The residual state between sub-layers.
+
+  Attributes:
+    x: M streams, flat.
+    pre: coefficients that collapse them for the sub-layer that comes (f32).
+    u: Σ_k pre_k X_k: what that sub-layer reads, before its norm.
+    c: flat coefficients of the site that writes its result (f32).
+  """
+
+  x: Float[Array, "B T MD"]
+  pre: Float[Array, "B T M"]
+  u: Float[Array, "B T D"]
+  c: Float[Array, "B T Z"]
 
 
 def sinkhorn(
@@ -120,3 +160,50 @@ def _expand_backward(saved, d):
 
 collapse.defvjp(_collapse_forward, _collapse_backward)
 expand.defvjp(_expand_forward, _expand_backward)
+
+
+@dataclasses.dataclass(frozen=True)
+class HyperConnections:
+  """What all sites of a model have in common.
+
+  Attributes:
+    streams: M.
+    iterations: Sinkhorn rounds, the softmax included.
+    eps: of the coefficients.
+    norm_eps: of the RMS over all streams.
+    implementation: see `pallas_kernels.dispatch.resolve`.
+  """
+
+  streams: int
+  iterations: int
+  eps: float
+  norm_eps: float
+  implementation: str | None = None
+
+  @property
+  def _how(self) -> dict:
+    return dict(iterations=self.iterations, eps=self.eps, norm_eps=self.norm_eps)
+
+  def _kernel(self, width: int) -> bool:
+    refusal = op.refusal(self.streams, width)
+    return dispatch.resolve(self.implementation, op.AVAILABLE, refusal) == "pallas"
+
+  def _apart(self, x: Float[Array, "B T MD"]) -> Float[Array, "B T M D"]:
+    return x.reshape(*x.shape[:2], self.streams, -1)
+
+  def enter(self, x: Float[Array, "B T MD"], pre: Float[Array, "B T M"], site: Site) -> Stream:
+    """Streams that no update prepared: the first site, and the one after an Engram."""
+    if self._kernel(x.shape[-1]):
+      c = jnp.pad(pre, ((0, 0), (0, 0), (0, site.fn.shape[0] - self.streams)))
+      return Stream(x, pre, *op.enter(x, c, *site, implementation="pallas", **self._how))
+    c = coefficients(self._apart(x), *site, **self._how)
+    return Stream(x, pre, collapse(self._apart(x), pre), c.flat)
+
+  def update(self, s: Stream, y: Float[Array, "B T D"], site: Site) -> Stream:
+    """Writes a sub-layer's result and prepares the one that `site` belongs to."""
+    pre = s.c[..., : self.streams]
+    if self._kernel(s.x.shape[-1]):
+      x, u, c = op.update(s.x, y, s.c, *site, implementation="pallas", **self._how)
+      return Stream(x, pre, u, c)
+    x = expand(y, self._apart(s.x), Coefficients.of(s.c, self.streams)).reshape(s.x.shape)
+    return self.enter(x, pre, site)

@@ -107,7 +107,11 @@ class SharedExpert(nnx.Module):
 class MoE(nnx.Module):
   """Routed sum plus shared expert, in f32, then the input's dtype."""
 
-  def __init__(self, stack: tuple[int, ...], config: ModelConfig, *, rngs: nnx.Rngs, dtype):
+  def __init__(
+      self, stack: tuple[int, ...], config: ModelConfig, implementation: str | None = None, *,
+      rngs: nnx.Rngs, dtype,
+  ):  # fmt: skip
+    self.implementation = implementation
     self.gate = Gate(stack, config, rngs=rngs, dtype=dtype)
     self.experts = Experts(stack, config, rngs=rngs, dtype=dtype)
     self.shared_experts = SharedExpert(stack, config, rngs=rngs, dtype=dtype)

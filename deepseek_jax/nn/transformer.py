@@ -10,15 +10,15 @@ from jaxtyping import Array, Float, Int
 
 from deepseek_jax.cache import Cache, Table, ring_positions
 from deepseek_jax.config import ComputeConfig, ModelConfig
-from deepseek_jax.nn import hyper_connections as hc
 from deepseek_jax.nn.attention import Context, Pass, Published
-from deepseek_jax.nn.block import Block, LayerOut, Stream
+from deepseek_jax.nn.block import Block, LayerOut
 from deepseek_jax.nn.compressor import Entries
+from deepseek_jax.nn.hyper_connections import Site, Stream
 from deepseek_jax.nn.joint_attention import WindowKeys
 from deepseek_jax.nn.layers import Linear, RMSNorm, normal
 from deepseek_jax.nn.rows import Rows
 from deepseek_jax.quant import QuantPlan
-from deepseek_jax.schedule import LayerSpec, Mode, Schedule
+from deepseek_jax.schedule import Mode, Schedule
 
 _PLAIN = Pass()
 
@@ -108,9 +108,7 @@ class Transformer(nnx.Module):
     self.embed = Embedding(config.vocab_size, d, std=1.0, rngs=rngs, dtype=dtype)
     self.runs = nnx.List(
         [
-            Block(
-                (len(run),), config, run[0], plan, chunk=compute.row_chunk, rngs=rngs, dtype=dtype
-            )
+            Block((len(run),), config, compute, run[0], plan, rngs=rngs, dtype=dtype)
             for run in self.schedule.runs
         ]
     )
@@ -189,15 +187,14 @@ class Transformer(nnx.Module):
     """
     ctx = Context.of(rows, self.config)
     state = self._layers("decoder", stream, ctx, Published(entries), ngrams, cache, how)
-    hidden = self.norm(hc.collapse(state.stream.x, state.stream.pre))
-    return Decoded(hidden, state.cache, state.outs)
+    return Decoded(self.norm(state.stream.u), state.cache, state.outs)
 
   def start(self, tokens: Int[Array, "B T"]) -> Stream:
     """The embedding in every stream; the first collapse reads stream 0 alone."""
-    m = self.config.hc_mult
+    m, first = self.config.hc_mult, _layer(self.runs[0], 0)
     x = self.embed(tokens, jnp.dtype(self.compute.dtype))
     pre = jnp.zeros((*tokens.shape, m), jnp.float32).at[..., 0].set(1.0)
-    return Stream(jnp.broadcast_to(x[:, :, None], (*x.shape[:2], m, x.shape[-1])), pre)
+    return first.hc.enter(jnp.tile(x, (1, 1, m)), pre, first.site("attn"))
 
   def logits(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
     """Logits in f32 with the head in f32 (spec 9)."""
@@ -238,7 +235,7 @@ class Transformer(nnx.Module):
       else:
         layers = slice(run[0].layer - before, run[-1].layer - before + 1)
         past = WindowKeys(jax.tree.map(lambda a, at=layers: a[at], ring), *places)
-      stream, shared, out = self._run(block, run, stream, ctx, past, shared, how)
+      stream, shared, out = self._run(number, stream, ctx, past, shared, how)
       outs.extend(out)
     if cache is not None:
       latents = jnp.stack([o.window for o in outs])
@@ -265,16 +262,25 @@ class Transformer(nnx.Module):
     nothing = jnp.zeros((batch, front), jnp.int32)
     return WindowKeys(jnp.zeros((batch, front, self.config.head_dim), dtype), nothing, nothing)
 
+  def _following(self, number: int) -> Site:
+    """Attention sites of the layers that follow those of a run; the last layer's is its own."""
+    own = self.runs[number].site("attn")
+    after = own if number + 1 == len(self.runs) else self.runs[number + 1].site("attn")
+    last = -1 if after is own else 0
+    return jax.tree.map(lambda a, b: jnp.concatenate([a[1:], b[last, None]]), own, after)
+
   def _run(
-      self, block: Block, run: tuple[LayerSpec, ...], stream: Stream, ctx: Context,
-      past: WindowKeys, shared: Published, how: Pass,
+      self, number: int, stream: Stream, ctx: Context, past: WindowKeys, shared: Published,
+      how: Pass,
   ) -> tuple[Stream, Published, list[LayerOut]]:  # fmt: skip
     """A run of equal layers: scanned, or one after another. A table of rings leads with layers."""
+    block, run = self.runs[number], self.schedule.runs[number]
     rings = past.kv if isinstance(past.kv, Table) else None
+    layers = block, self._following(number), rings
 
-    def layer(one, ring, stream, shared):
+    def layer(one, following, ring, stream, shared):
       own = past if ring is None else past._replace(kv=ring.read(stream.x.dtype))
-      return one(stream, ctx, own, shared, how)
+      return one(stream, following, ctx, own, shared, how)
 
     if self.compute.remat != "none":
       policy = {
@@ -288,11 +294,11 @@ class Transformer(nnx.Module):
         stream, _, out = layer(*x, stream, shared)
         return stream, out
 
-      stream, stacked = jax.lax.scan(body, stream, (block, rings))
+      stream, stacked = jax.lax.scan(body, stream, layers)
       return stream, shared, [jax.tree.map(lambda a, i=i: a[i], stacked) for i in range(len(run))]
     outs = []
     for i in range(len(run)):
-      stream, shared, out = layer(_layer(block, i), _layer(rings, i), stream, shared)
+      stream, shared, out = layer(*_layer(layers, i), stream, shared)
       outs.append(out)
     return stream, shared, outs
 

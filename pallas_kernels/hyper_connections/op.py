@@ -12,7 +12,7 @@ from jaxtyping import Array, Float
 from pallas_kernels import dispatch
 from pallas_kernels.hyper_connections import kernel, kernel_vjp, reference
 
-_AVAILABLE = ("pallas", "reference")
+AVAILABLE = ("pallas", "reference")
 
 
 def update(
@@ -48,7 +48,7 @@ def update(
   """
   how = dict(iterations=iterations, eps=eps, norm_eps=norm_eps)
   _check(x, y, c, fn, scale, base, iterations)
-  if dispatch.resolve(implementation, _AVAILABLE) == "reference":
+  if _resolve(implementation, x, fn) == "reference":
     return reference.update(x, y, c, fn, scale, base, **how)
   return _kernel(x, y, c, fn, scale, base, how)
 
@@ -67,18 +67,27 @@ def enter(
   """
   how = dict(iterations=iterations, eps=eps, norm_eps=norm_eps)
   _check(x, None, c, fn, scale, base, iterations)
-  if dispatch.resolve(implementation, _AVAILABLE) == "reference":
+  if _resolve(implementation, x, fn) == "reference":
     return reference.enter(x, c, fn, scale, base, **how)
   return _kernel(x, None, c, fn, scale, base, how)[1:]
 
 
+def refusal(streams: int, width: int) -> str | None:
+  """Why the kernel does not take `width` channels of all streams together, or None."""
+  if streams in (2, 4) and width % (streams * kernel.LANES) == 0:
+    return None
+  return (
+      f"x has {streams} streams of {width // streams} channels: the kernel takes 2 or 4 streams of "
+      f"a multiple of {kernel.LANES} channels"
+  )
+
+
+def _resolve(implementation, x, fn):
+  refused = refusal(reference.streams_of(fn), x.shape[2])
+  return dispatch.resolve(implementation, AVAILABLE, refused)
+
+
 def _kernel(x, y, c, fn, scale, base, how):
-  m = reference.streams_of(fn)
-  if m not in (2, 4) or x.shape[2] % (m * kernel.LANES):
-    raise ValueError(
-        f"x has {m} streams of {x.shape[2] // m} channels: the kernel takes 2 or 4 streams of a "
-        f"multiple of {kernel.LANES} channels"
-    )
   flat = lambda a: None if a is None else a.reshape(-1, a.shape[2])
   out = kernel_vjp.site(tuple(how.items()), flat(x), flat(y), flat(c), fn, scale, base)
   return tuple(None if a is None else a.reshape(*x.shape[:2], -1) for a in out)

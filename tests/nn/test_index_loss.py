@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from deepseek_jax.nn import hyper_connections as hc
 from deepseek_jax.nn.attention import Context
 from deepseek_jax.nn.block import index_divergence
 from deepseek_jax.nn.compressor import visible
@@ -94,7 +93,7 @@ def test_the_warm_up_teacher_is_dense_attention(tiny):
     rows = jax.tree.map(jnp.asarray, inputs.rows)
     ctx, stream = Context.of(rows, config), model.start(jnp.asarray(inputs.tokens))
     block = jax.tree.map(lambda a: a[0], model.runs[0])
-    attn, x = block.attn, block.attn_norm(hc.collapse(stream.x, stream.pre))
+    attn, x = block.attn, block.attn_norm(stream.u)
     entries, c_q, table = block.publish(stream, ctx)[0], attn.query_latent(x), ctx.tables[1]
     q = rotate(attn.wq_b(c_q).reshape(1, 16, config.num_attention_heads, config.head_dim), table)
     every = visible(rows, entries.last, entries.segments)

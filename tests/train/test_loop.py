@@ -252,7 +252,8 @@ def test_a_loss_that_is_not_finite_ends_the_run_before_it_is_saved(config, tmp_p
 PROGRAM = """
 import json, pathlib, sys
 from deepseek_jax import cli
-from deepseek_jax.config import Config, build
+from deepseek_jax.config import Config
+from deepseek_jax.fields import build
 from deepseek_jax.train import loop
 config = build(Config, json.loads(pathlib.Path(sys.argv[1]).read_text()))
 workdir, resume = sys.argv[2], "--resume" in sys.argv
