@@ -104,12 +104,12 @@ def main() -> dict:
   cli.keep_heap()
   # Bad flags need not wait for JAX.
   from deepseek_jax import tokenizer as tok
-  from deepseek_jax.checkpoint import training
+  from deepseek_jax.checkpoint import stored_checkpoint
   from deepseek_jax.serve.generate import Engine, user_turn
   from deepseek_jax.serve.sampling import Sampling
 
   sampling = Sampling(_TEMPERATURE.value, _TOP_P.value, _SEED.value)
-  config, model, _ = training.load_model(_CHECKPOINT.value)
+  config, model, _ = stored_checkpoint.load_model(_CHECKPOINT.value)
   tokenizer = tok.from_name(config.data.tokenizer)
   stop = stop_ids(tokenizer, _STOP.value)
   engine = Engine(model, tokenizer, serve_settings(config, _SERVE.value), store=_STORE.value)

@@ -60,7 +60,8 @@ def _describe(array: np.ndarray) -> dict[str, Any]:
   return {"shape": list(array.shape), "dtype": str(array.dtype), "sha256": digest}
 
 
-def _digest(body: Mapping[str, Any]) -> str:
+def digest(body: Mapping[str, Any]) -> str:
+  """SHA-256 of a record, as hex."""
   return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
 
 
@@ -151,7 +152,7 @@ class Checkpoints:
         step,
         args=ocp.args.Composite(
             state=ocp.args.PyTreeSave(arrays),
-            record=ocp.args.JsonSave({"sha256": _digest(body), "body": body}),
+            record=ocp.args.JsonSave({"sha256": digest(body), "body": body}),
         ),
     )
 
@@ -159,7 +160,7 @@ class Checkpoints:
     args = ocp.args.Composite(record=ocp.args.JsonRestore())
     record = self._manager.restore(step, args=args).record
     body = record["body"]
-    if record["sha256"] != _digest(body) or body["step"] != step:
+    if record["sha256"] != digest(body) or body["step"] != step:
       raise DamagedError(f"checkpoint {step}: its record does not have its own digest")
     return body
 
