@@ -5,6 +5,7 @@ Every operation returns a new cache; under `jit` with the cache donated it happe
 """
 
 import dataclasses
+import functools
 import math
 from typing import NamedTuple
 
@@ -13,9 +14,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from deepseek_jax import word_rows
 from deepseek_jax.config import CacheFormats, ModelConfig
 from deepseek_jax.schedule import Schedule
+from pallas_kernels import dispatch
 from pallas_kernels.quantize import formats, op
+from pallas_kernels.quantize.stored import LAYOUTS, Stored
 from pallas_kernels.sparse_attention.layout import from_stored, to_stored
 
 # A TPU lays int32 arrays out in tiles of 8 × 128 words. With 128 words as the minor axis a tile row
@@ -73,6 +77,19 @@ def _unpack(words: Array, bits: int) -> Array:
   return fields.reshape(*words.shape[:-1], -1).astype(jnp.uint8)
 
 
+def _packed(stored: Stored, slots: Array, x: Array) -> tuple[Array, ...]:
+  """`Table._encode` by the kernel, which packs rows as they stand in a table of their own."""
+  flat = x.reshape(-1, stored.width)
+  count = flat.shape[0]
+  buffers = op.pack(jnp.pad(flat, ((0, -count % stored.unit), (0, 0))), stored)
+  if not stored.interleaved:
+    pairs = zip(buffers, stored.words)
+    return tuple(b.reshape(-1, w)[:count].reshape(*x.shape[:-1], w) for b, w in pairs)
+  words = buffers[0].reshape(-1, sum(stored.words))[:count].reshape(*x.shape[:-1], -1)
+  places = jnp.arange(count, dtype=slots.dtype).reshape(slots.shape)
+  return (to_stored(*from_stored(words, places, stored.words[0]), slots),)
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Table:
@@ -117,6 +134,9 @@ class Table:
     f = self.layout.format
     if f is None:
       return (x.astype(self.layout.storage),)
+    stored = self._stored
+    if stored is not None and dispatch.platform() == "tpu":
+      return dispatch.over_lines(functools.partial(_packed, stored), slots, x)
     codes, scales = op.quantize(x, f)
     missing = 4 * self.layout.words[1] - scales.shape[-1]
     scales = jnp.pad(scales, [(0, 0)] * (scales.ndim - 1) + [(0, missing)])
@@ -139,55 +159,64 @@ class Table:
   def _buffers(self) -> tuple[Array, ...]:
     return (self.data,) if self.scales is None else (self.data, self.scales)
 
+  @property
+  def _words(self) -> tuple[int, ...]:
+    """Words, or channels without a block format, of a row in every buffer."""
+    if self.layout.format is None:
+      return (self.layout.width,)
+    return (sum(self.layout.words),) if self.layout.interleaved else self.layout.words
+
+  @property
+  def _stored(self) -> Stored | None:
+    """The layout with kernels that this one is."""
+    key = self.layout.format, self.layout.width, self.layout.interleaved
+    found = (s for s in LAYOUTS.values() if key == (s.format, s.width, s.interleaved))
+    return next(found, None)
+
   def _rows(self) -> tuple[Array, ...]:
-    """Every buffer as [*n, rows, words of a row]."""
+    """Every buffer as [*n, rows, words of a row]; on a TPU a copy in another layout."""
     if self.layout.format is None:
       return self._buffers
-    widths = (sum(self.layout.words),) if self.layout.interleaved else self.layout.words
 
     def one(a, w):
       lead = a.shape[:-2]
       return a.reshape(*lead, -1)[..., : self.layout.rows * w].reshape(*lead, -1, w)
 
-    return tuple(one(a, w) for a, w in zip(self._buffers, widths))
+    return tuple(one(a, w) for a, w in zip(self._buffers, self._words))
 
-  def _with_rows(self, rows: tuple[Array, ...]) -> "Table":
-    def one(a, like):
-      flat = a.reshape(*a.shape[:-2], -1)
-      missing = math.prod(like.shape[-2:]) - flat.shape[-1]
-      flat = jnp.pad(flat, [(0, 0)] * (flat.ndim - 1) + [(0, missing)])
-      return flat.reshape(like.shape)
+  def append(self, slots: Int[Array, "*#n T"], x: Float[Array, "*n T H"]) -> "Table":
+    """The table with rows `x` rounded and written at `slots`; slots ≥ rows are dropped.
 
-    if self.layout.format is not None:
-      rows = tuple(one(a, like) for a, like in zip(rows, self._buffers))
-    return Table(rows[0], rows[1] if len(rows) > 1 else None, self.layout)
-
-  def append(self, slots: Int[Array, "*n T"], x: Float[Array, "*n T H"]) -> "Table":
-    """The table with rows `x` rounded and written at `slots`; slots ≥ rows are dropped."""
-    slots = jnp.broadcast_to(slots, x.shape[:-1])
-    write = lambda rows, at, new: rows.at[at].set(new, mode="drop")
-    for _ in x.shape[:-2]:
-      write = jax.vmap(write)
-    new = self._encode(slots, x)
-
-    def once(_, table):
-      return table._with_rows(tuple(write(r, slots, n) for r, n in zip(table._rows(), new)))
-
-    # A loop of one turn, or none. Later reads cannot be fused with the write across it; without it
-    # XLA's CPU computes the written rows again in every read and copies each table three times.
-    some = jnp.any(slots < self.layout.rows).astype(jnp.int32)
-    return jax.lax.fori_loop(0, some, once, self)
+    Rows that go to consecutive slots are written together, a chunk of prefill in one turn.
+    """
+    slots = slots.reshape((1,) * (x.ndim - 1 - slots.ndim) + slots.shape)
+    new = self._encode(jnp.broadcast_to(slots, x.shape[:-1]), x)
+    data, *scales = word_rows.append(self._buffers, new, slots, self.layout.rows)
+    return Table(data, scales[0] if scales else None, self.layout)
 
   def read(self, dtype) -> Float[Array, "*n C H"]:
     """All rows."""
+    stored = self._stored
+    whole = stored is not None and self.layout.rows % stored.unit == 0
+    if whole and dispatch.platform() == "tpu":
+
+      def unpack(buffers):
+        rows = op.unpack(tuple(b.reshape(-1, LANES) for b in buffers), stored)
+        return rows.reshape(*buffers[0].shape[:-2], *self.shape[-2:])
+
+      return dispatch.over_lines(unpack, self._buffers).astype(dtype)
     slots = jnp.broadcast_to(jnp.arange(self.layout.rows), self.shape[:-1])
     return self._decode(slots, self._rows(), dtype)
 
   def take(self, slots: Int[Array, "B T K"], dtype) -> Float[Array, "B T K H"]:
     """Chosen rows of every line; other slots than 0 ≤ slot < rows read some row, to be masked."""
-    pick = jax.vmap(lambda rows, at: rows.at[at].get(mode="clip"))
     at = jnp.clip(slots, 0, self.layout.rows - 1)
-    return self._decode(at, tuple(pick(r, at) for r in self._rows()), dtype)
+    if dispatch.platform() == "tpu":
+      rows = tuple(word_rows.take(b, at, w) for b, w in zip(self._buffers, self._words))
+    else:
+      pick = jax.vmap(lambda rows, at: rows.at[at].get(mode="clip"))
+      rows = tuple(pick(r, at) for r in self._rows())
+    return self._decode(at, rows, dtype)
 
   def export(self, line: int, slots: Int[np.ndarray, " n"]) -> np.ndarray:
     """Rows of one line as stored, on the host: uint8 [*layers, n, row_bytes], little-endian."""
@@ -337,6 +366,12 @@ class Cache:
     """With the newest W live rows of every layer in the rings of `stack`; live rows come first."""
     ring: Table = getattr(self, f"{stack}_window")
     w = ring.layout.rows
+    if live.shape[1] > w:
+      first = jnp.maximum(jnp.sum(live, axis=1) - w, 0)
+      cut = lambda a, start: jax.lax.dynamic_slice_in_dim(a, start, w, axis=-1)
+      positions, live = (jax.vmap(cut)(a, first) for a in (positions, live))
+      cut = lambda a, start: jax.lax.dynamic_slice_in_dim(a, start, w, axis=1)
+      latents = jax.vmap(cut, in_axes=(1, 0), out_axes=1)(latents, first)
     end = jnp.max(jnp.where(live, positions, -1), axis=1, keepdims=True)
     slots = jnp.where(live & (positions > end - w), positions % w, w)
     return dataclasses.replace(self, **{f"{stack}_window": ring.append(slots[None], latents)})

@@ -1,11 +1,14 @@
-"""Which implementation of an op runs."""
+"""Which implementation of an op runs, and where in a mesh."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
 
 import jax
 
 # JAX has no public question for this, only the context manager and the setter that change it.
 from jax._src.config import pallas_tpu_interpret_mode_context_manager as _interpretation
+from jax.sharding import AxisType, PartitionSpec
 
 
 def platform() -> str:
@@ -58,3 +61,40 @@ def resolve(
   if implementation == "pallas" and refusal is not None:
     raise ValueError(refusal)
   return implementation
+
+
+# Mesh axes over which lines of a batch are spread.
+LINE_AXES = ("data", "fsdp")
+
+
+def over_lines(fn: Callable[..., Any], *args: Any, shared: Collection[int] = ()) -> Any:
+  """`fn(*args)`, every device with its own lines where a mesh is set: kernels need a `shard_map`.
+
+  The compiler partitions no Pallas kernel; left alone it would gather all operands on all devices.
+
+  Args:
+    fn: of arrays alone; lines do not depend on one another. Its results lead with the lines.
+    *args: pytrees of arrays that lead with the lines, B of them.
+    shared: numbers of those arguments that have no lines: weights, sinks.
+
+  Returns:
+    As `fn`. Lines are spread over the axes of `LINE_AXES` whose devices divide them; over all other
+    axes every device does the same.
+  """
+  mesh = jax.sharding.get_abstract_mesh()
+  free = [n for n, t in zip(mesh.axis_names, mesh.axis_types) if t != AxisType.Manual]
+  if not free:
+    return fn(*args)
+  first = next(a for i, a in enumerate(args) if i not in shared and a is not None)
+  lines = jax.tree.leaves(first)[0].shape[0]
+  axes = []
+  for name in LINE_AXES:
+    if name in free and lines % math.prod(mesh.shape[n] for n in (*axes, name)) == 0:
+      axes.append(name)
+  spread = PartitionSpec(tuple(axes)) if axes else PartitionSpec()
+  specs = tuple(PartitionSpec() if i in shared else spread for i in range(len(args)))
+  # A kernel's results do not say over which axes they vary, so that this cannot be checked; a test
+  # compares gradients of shared arguments on meshes of 4 and 8 with those of one device.
+  return jax.shard_map(
+      fn, in_specs=specs, out_specs=spread, axis_names=frozenset(free), check_vma=False
+  )(*args)

@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
+# Meshes of up to 8 devices; a program without a mesh runs on the first as before.
+jax.config.update("jax_num_cpu_devices", 8)
 
 _GOLDEN = pathlib.Path(__file__).parent / "golden"
 

@@ -7,13 +7,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas import tpu as pltpu
 
 from configs import flash
 from deepseek_jax import cache as cache_module
-from deepseek_jax import ledger
+from deepseek_jax import ledger, word_rows
 from deepseek_jax.cache import LANES, Cache, Layout, Table, ring_positions
 from deepseek_jax.config import CacheFormats, Config
 from deepseek_jax.schedule import Schedule
+from pallas_kernels import dispatch
 from pallas_kernels.quantize import op
 from pallas_kernels.quantize.formats import FORMATS
 
@@ -24,6 +26,7 @@ STORAGE = (*FORMATS, "bfloat16", "float32")
 append = jax.jit(Table.append)
 read = jax.jit(Table.read, static_argnums=1)
 take = jax.jit(Table.take, static_argnums=2)
+taken_words = jax.jit(word_rows.take, static_argnums=2)
 
 each_storage = pytest.mark.parametrize("storage", STORAGE)
 each_layout = pytest.mark.parametrize(
@@ -157,9 +160,9 @@ class TestTable:
     table = Table.zeros((1,), layout)
     table.restore(0, np.arange(256), rows)
     assert table.export(0, np.arange(256)).tobytes() == rows.tobytes()
-    on_device = jax.tree.map(jnp.asarray, table)
-    rebuilt = jax.jit(lambda t: t._with_rows(t._rows()))(on_device)
-    assert rebuilt.export(0, np.arange(256)).tobytes() == rows.tobytes()
+    everything = np.arange(256)[None]
+    for buffer, words, expected in zip(table._buffers, table._words, table._rows()):
+      same_bits(taken_words(buffer, everything, words), expected)
 
   @pytest.mark.parametrize("storage", FORMATS)
   def test_every_code_and_scale_survives_packing(self, storage):
@@ -187,6 +190,66 @@ class TestTable:
         table = Table.zeros((2, 3), Layout(storage, ROWS, 512, interleaved))
         for buffer in jax.tree.leaves(table):
           assert (buffer.dtype, buffer.shape[-1]) == (np.int32, LANES)
+
+
+@pytest.fixture(params=["cpu", "tpu"])
+def platform(request, monkeypatch):
+  """Traces the forms of a platform; functions must not be compiled before."""
+  monkeypatch.setattr(dispatch, "platform", lambda: request.param)
+  return request.param
+
+
+RELEASED = [
+    ("fp4_e2m1_e4m3_16", 512, 128, True, 5),
+    ("mxfp4", 128, 128, False, 1),
+    ("fp8_e4m3_e8m0_32", 512, 32, False, 1),
+]
+
+
+class TestPlatforms:
+  """What a TPU runs gives what a CPU gives."""
+
+  @each_layout
+  def test_a_row_a_line(self, storage, interleaved, platform):
+    width = 96
+    table, before = filled((2, 3), Layout(storage, 256, width, interleaved))
+    expected, new = np.array(before), normal((2, 3, 1, width), seed=1)
+    slots, fresh = np.array([[[17], [256], [255]]]), np.asarray(rounded(new, storage))
+    expected[:, 0, 17], expected[:, 2, 255] = fresh[:, 0, 0], fresh[:, 2, 0]
+    after = jax.jit(lambda *a: Table.append(*a))(table, slots, new)
+    same_bits(read(after, jnp.float32), expected)
+
+  @each_layout
+  def test_take(self, storage, interleaved, platform):
+    table, rows = filled((3,), Layout(storage, ROWS, 64, interleaved))
+    slots = np.random.default_rng(2).integers(0, ROWS, (3, 5, 4))
+    found = jax.jit(lambda *a: Table.take(*a, jnp.float32))(table, slots)
+    same_bits(found, np.stack([line[own] for line, own in zip(np.asarray(rows), slots)]))
+
+  @pytest.mark.parametrize(
+      ("storage", "width", "rows", "interleaved"),
+      [("fp8_e4m3_e8m0_32", 512, 31, False), ("mxfp4", 96, 128, False), ("float32", 64, 32, False)],
+  )
+  def test_read_without_a_kernel(self, storage, width, rows, interleaved, monkeypatch):
+    table, before = filled((2,), Layout(storage, rows, width, interleaved))
+    monkeypatch.setattr(dispatch, "platform", lambda: "tpu")
+    same_bits(jax.jit(lambda t: t.read(jnp.float32))(table), before)
+
+  @pytest.mark.slow
+  @pytest.mark.parametrize(("storage", "width", "rows", "interleaved", "length"), RELEASED)
+  def test_released_layouts_are_packed_and_read_by_kernels(
+      self, storage, width, rows, interleaved, length, monkeypatch
+  ):
+    table, _ = filled((1, 3), Layout(storage, rows, width, interleaved))
+    slots = (np.array([3, rows - 2, rows - 9])[:, None] + np.arange(length))[None].astype(np.int32)
+    x = jnp.asarray(normal((1, 3, length, width), seed=1), jnp.bfloat16)
+    expected = append(table, slots, x)
+    rows_read = read(expected, jnp.bfloat16)
+    monkeypatch.setattr(dispatch, "platform", lambda: "tpu")
+    with pltpu.force_tpu_interpret_mode():
+      found = jax.jit(lambda *a: Table.append(*a))(table, slots, x)
+      jax.tree.map(same_bits, found, expected)
+      same_bits(jax.jit(lambda t: t.read(jnp.bfloat16))(found), rows_read)
 
 
 @pytest.fixture(scope="module", name="flash_cache")

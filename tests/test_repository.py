@@ -26,6 +26,7 @@ ROOMS = {
     "deepseek_jax.ledger": 3,
     "deepseek_jax.sharding": 3,
     "deepseek_jax.quant": 3,
+    "deepseek_jax.word_rows": 3,
     "deepseek_jax.cache": 3,
     "deepseek_jax.nn": 4,
     "deepseek_jax.checkpoint": 5,

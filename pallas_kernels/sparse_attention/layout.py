@@ -18,18 +18,18 @@ WORDS = CODES + SCALES
 # Places of entries repeat: 16 entries fill 9 rows.
 PERIOD = 16
 
-
-def _natural_words() -> np.ndarray:
-  """int32 [16, 72]: which word, of 64 codes and then 8 scales, stands at each place."""
-  start = WORDS * np.arange(PERIOD)[:, None] % LANES
-  lane = (start + np.arange(WORDS)) % LANES
-  word, first = lane % CODES, start % CODES
-  is_scale = (lane < CODES) & (first <= word) & (word < first + SCALES)
-  return np.where(is_scale, CODES + word - first, word).astype(np.int32)
+# Order of channels that suits decoded words: 4 planes of 128 lanes, plane m with channels 8w + m at
+# lane w and 8w + 4 + m at lane 64 + w.
+CHANNELS = np.arange(8 * CODES).reshape(CODES, 2, 4).transpose(2, 1, 0).reshape(-1)
+PLACES = np.argsort(CHANNELS)
 
 
-_STORED = _natural_words()
-_NATURAL = np.argsort(_STORED, axis=1).astype(np.int32)
+def _turned(words: Integer[Array, "*n 64"], by: Int[Array, "*n"]) -> Integer[Array, "*n 64"]:
+  """Word w + `by` modulo 64 at place w; `by` is a multiple of 8."""
+  for step in (8, 16, 32):
+    moved = jnp.concatenate([words[..., step:], words[..., :step]], axis=-1)
+    words = jnp.where((by & step)[..., None] > 0, moved, words)
+  return words
 
 
 def to_stored(
@@ -39,16 +39,32 @@ def to_stored(
 
   Entries of another width than 64 + 8 words keep the natural order: codes, then scales.
   """
-  words = jnp.concatenate([codes, scales], axis=-1)
   if (codes.shape[-1], scales.shape[-1]) != (CODES, SCALES):
-    return words
-  return jnp.take_along_axis(words, jnp.asarray(_STORED)[slots & (PERIOD - 1)], axis=-1)
+    return jnp.concatenate([codes, scales], axis=-1)
+  first, scales_first = _start(slots)
+  codes = _turned(codes, first + SCALES * scales_first)
+  either = [jnp.concatenate(pair, axis=-1) for pair in ((scales, codes), (codes, scales))]
+  return jnp.where(scales_first[..., None] > 0, *either)
 
 
 def from_stored(
     words: Integer[Array, "*n w"], slots: Int[Array, "*n"], codes: int = CODES
 ) -> tuple[Integer[Array, "*n c"], Integer[Array, "*n s"]]:
   """Undoes `to_stored`: code words and scale words; `codes` is the number of the former."""
-  if (codes, words.shape[-1]) == (CODES, WORDS):
-    words = jnp.take_along_axis(words, jnp.asarray(_NATURAL)[slots & (PERIOD - 1)], axis=-1)
-  return words[..., :codes], words[..., codes:]
+  if (codes, words.shape[-1]) != (CODES, WORDS):
+    return words[..., :codes], words[..., codes:]
+  first, scales_first = _start(slots)
+  front = scales_first[..., None] > 0
+  scales = jnp.where(front, words[..., :SCALES], words[..., CODES:])
+  turned = jnp.where(front, words[..., SCALES:], words[..., :CODES])
+  return _turned(turned, -first - SCALES * scales_first), scales
+
+
+def _start(slots: Int[Array, "*n"]) -> tuple[Int[Array, "*n"], Int[Array, "*n"]]:
+  """Lane of the entries' first word, and 1 where their scales stand before their codes.
+
+  An entry that starts below lane 64 has its scales there; one that starts above ends below 64 of
+  the next row, and has them there.
+  """
+  lane = WORDS * (slots & (PERIOD - 1)) & (LANES - 1)
+  return lane, (lane < CODES).astype(lane.dtype)

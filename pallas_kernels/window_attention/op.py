@@ -1,12 +1,14 @@
 """Attention of every row over its sliding window (report 2.1; spec 3.6 and 17)."""
 
+import functools
+
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import dispatch
 from pallas_kernels.window_attention import kernel, kernel_vjp, reference
 
-_AVAILABLE = ("pallas", "reference")
+AVAILABLE = ("pallas", "reference")
 
 
 def window_attention(
@@ -45,17 +47,23 @@ def window_attention(
   """
   _check(q, kv, segments, key_segments, sink, window)
   integers = positions, floors, segments, key_positions, key_segments
-  if dispatch.resolve(implementation, _AVAILABLE) == "reference":
+  if dispatch.resolve(implementation, AVAILABLE, refusal(q.shape[2])) == "reference":
     out, lse = reference.attend(q, kv, *integers, sink, window=window)
   else:
-    out, lse = _kernel(q, kv, *integers, sink, window)
+    run = functools.partial(_kernel, window=window)
+    out, lse = dispatch.over_lines(run, q, kv, *integers, sink, shared={7})
   return (out, lse) if statistics else out
 
 
-def _kernel(q, kv, positions, floors, segments, key_positions, key_segments, sink, window):
+def refusal(heads: int) -> str | None:
+  """Why the kernel does not take so many heads, or None."""
+  if heads <= kernel.LANES:
+    return None
+  return f"q has {heads} heads: the kernel takes at most {kernel.LANES}"
+
+
+def _kernel(q, kv, positions, floors, segments, key_positions, key_segments, sink, *, window):
   _, t, n, h = q.shape
-  if n > kernel.LANES:
-    raise ValueError(f"q has {n} heads: the kernel takes at most {kernel.LANES}")
   # Other sizes than the released ones are padded, at the price of a copy.
   sublanes = 8 if q.dtype == jnp.float32 else 16
   heads, channels = -n % sublanes, -h % kernel.LANES
