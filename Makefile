@@ -39,7 +39,7 @@ clean:
 	find . -name __pycache__ -type d -not -path './.venv*' -prune -exec rm -rf {} +
 
 $(FINETUNE_READY): EXTRAS := data
-$(NOTEBOOKS_READY): EXTRAS := data,text,notebooks
+$(NOTEBOOKS_READY): EXTRAS := data,text,tpu,notebooks
 $(TEST_READY): EXTRAS := data,text,tpu,dev
 
 # The stamp is written last, so an interrupted installation starts again.
