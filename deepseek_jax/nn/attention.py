@@ -14,24 +14,13 @@ from jaxtyping import Array, Float, Int
 
 from deepseek_jax.cache import Table, Tail
 from deepseek_jax.config import ComputeConfig, ModelConfig
-from deepseek_jax.nn import chunks
-from deepseek_jax.nn.compressor import Compressor, Entries, visible
-from deepseek_jax.nn.indexer import (
-    Indexer,
-    Queries,
-    Selection,
-    block_starts,
-    index_scores,
-    pool_mask,
-    pool_of_one,
-    pool_top,
-    scores_of_each,
-    top_k,
-)
-from deepseek_jax.nn.joint_attention import Reach, WindowKeys, attend, gather_entries
+from deepseek_jax.nn.compressor import Compressor, Entries
+from deepseek_jax.nn.indexer import Indexer, Selection
+from deepseek_jax.nn.joint_attention import Reach, WindowKeys, attend, decode_kernel
 from deepseek_jax.nn.layers import Linear, RMSNorm, constant
 from deepseek_jax.nn.rope import Rotation, frequencies, rotate, rotation
 from deepseek_jax.nn.rows import Rows
+from deepseek_jax.nn.selection import select
 from deepseek_jax.quant import QuantPlan, fake_quant
 from deepseek_jax.schedule import LayerSpec, Mode
 
@@ -75,70 +64,6 @@ class Pass:
   select_all: bool = False
   windows: bool = False
   trace: bool = False
-
-
-def select_in_pool(
-    queries: Queries, rows: Rows, entries: Entries, pool: Int[Array, "B T P"], *, k: int,
-    block_size: int,
-) -> Selection:  # fmt: skip
-  """`select` inside a pool by reading the pool's entries alone: cost does not grow with C."""
-  b, t, _ = pool.shape
-  slots = jnp.where(pool[..., None] < 0, -1, pool[..., None] + jnp.arange(block_size))
-  slots = slots.reshape(b, t, -1)
-  inside = (slots >= 0) & (slots < entries.last.shape[1])
-  at = jnp.where(inside, slots, 0)
-  keys = entries.index_keys
-  if isinstance(keys, Table):
-    keys = keys.take(at, queries.q.dtype)
-  else:
-    keys = gather_entries(keys, at)
-  last, segments = (jax.vmap(lambda a, i: a[i])(a, at) for a in (entries.last, entries.segments))
-  # A block that its document ends early is followed by entries of another segment.
-  seen = inside & (segments == rows.segments[..., None]) & (segments > 0)
-  seen = seen & (last <= rows.positions[..., None])
-  best = top_k(scores_of_each(queries, keys), seen, k)
-  found = jnp.take_along_axis(slots, jnp.maximum(best.slots, 0), axis=-1)
-  return best._replace(slots=jnp.where(best.slots < 0, -1, found))
-
-
-def select(
-    queries: Queries, rows: Rows, entries: Entries, *, m: int, k: int, chunk: int,
-    pool: Int[Array, "B T P"] | None = None, blocks: int = 0, block_size: int = 1,
-    same_rows: bool = True,
-) -> tuple[Selection, Int[Array, "B T P"] | None]:  # fmt: skip
-  """Top-K of every row over the visible entries, inside `pool` if given (spec 5).
-
-  With `blocks` the row's candidate pool is chosen from the same scores and returned.
-  """
-  length, c = rows.positions.shape[1], entries.last.shape[1]
-  size = chunks.chunk_rows(length, chunk, 1)
-  if pool is not None and not same_rows and 2 * pool.shape[-1] * block_size <= c:
-    one = lambda x, _: select_in_pool(*x[:2], entries, x[2], k=k, block_size=block_size)
-    return chunks.over_rows(one, (queries, rows, pool), size), None
-  one_document = isinstance(entries.index_keys, Table)
-  if one_document:
-    entries = entries._replace(index_keys=entries.index_keys.read(queries.q.dtype))
-
-  def of_chunk(x, stop):
-    queries, rows, pool = x
-    bound = min(c, -(-stop // m)) if same_rows else c
-    keys, last, segments = (a[:, :bound] for a in entries[1:])
-    seen = visible(rows, last, segments)
-    scores = index_scores(queries, keys)
-    starts = None
-    if blocks:
-      how = dict(m=m, size=block_size, blocks=blocks)
-      if one_document:
-        starts = pool_of_one(scores, seen, rows.positions, **how)
-      else:
-        starts = pool_top(scores, seen, last, rows.positions, **how)
-      wide = min(blocks, c) - starts.shape[-1]
-      starts = jnp.pad(starts, ((0, 0), (0, 0), (0, wide)), constant_values=-1)
-    if pool is not None:
-      seen = seen & pool_mask(pool, block_starts(last, m, block_size))
-    return top_k(scores, seen, k), starts
-
-  return chunks.over_rows(of_chunk, (queries, rows, pool), size)
 
 
 class Attention(nnx.Module):
@@ -185,6 +110,32 @@ class Attention(nnx.Module):
     kv = rotate(self.kv_norm(self.wkv(x)), table)
     return fake_quant(kv, self.plan.window_kv, component="window_kv")
 
+  def window(
+      self, past: WindowKeys, own: Float[Array, "B T H"], rows: Rows, shared: Published
+  ) -> WindowKeys:
+    """Keys of the rows' windows: the slots before them and their own latents.
+
+    A ring that a kernel reads as it is stays packed and takes the only row of a line in.
+    """
+    if isinstance(past.kv, Table):
+      n, w = self.config.num_attention_heads, past.kv.layout.rows
+      if self.spec.ratio and own.shape[1] == 1:
+        k = shared.selection.slots.shape[-1]
+        if decode_kernel(n, k, shared.entries.kv, past.kv, self.implementation):
+          slot = jnp.where(rows.segments > 0, rows.positions % w, w)
+          mine = slot == jnp.arange(w)
+          return WindowKeys(
+              past.kv.append(slot, own),
+              jnp.where(mine, rows.positions, past.positions),
+              jnp.where(mine, rows.segments, past.segments),
+          )
+      past = past._replace(kv=past.kv.read(own.dtype))
+    return WindowKeys(
+        jnp.concatenate([past.kv.astype(own.dtype), own], 1),
+        jnp.concatenate([past.positions, rows.positions], 1),
+        jnp.concatenate([past.segments, rows.segments], 1),
+    )
+
   def choose(
       self, x: Float[Array, "B T D"], c_q: Float[Array, "B T L"], ctx: Context, shared: Published,
       how: Pass,
@@ -204,6 +155,7 @@ class Attention(nnx.Module):
         pool=shared.pool if spec.in_pool else None,
         blocks=config.candidate_topk_blocks if spec.makes_pool else 0,
         block_size=config.candidate_block_size, same_rows=how.same_rows,
+        implementation=self.implementation,
     )  # fmt: skip
     return shared._replace(selection=selection, pool=starts if spec.makes_pool else shared.pool)
 
@@ -221,7 +173,7 @@ class Attention(nnx.Module):
     out, mass = attend(
         q, ctx.rows, window,
         shared.entries.kv if m else None, shared.selection.slots if m else None,
-        self.attn_sink[...], chunk=self.chunk,
+        self.attn_sink[...], chunk=self.chunk, implementation=self.implementation,
         reach=Reach(self.config.sliding_window, m, how.same_rows, mass=how.index_loss and m > 0),
     )  # fmt: skip
     return self.project(rotate(out, table, inverse=True)), mass

@@ -124,11 +124,7 @@ class Block(nnx.Module):
         shared = self.attn.choose(x, c_q, ctx, shared, how)
     with jax.named_scope("attention"):
       own = self.attn.window_kv(x, ctx.tables[self.spec.ratio > 0])
-      window = WindowKeys(
-          jnp.concatenate([past.kv.astype(own.dtype), own], 1),
-          jnp.concatenate([past.positions, ctx.rows.positions], 1),
-          jnp.concatenate([past.segments, ctx.rows.segments], 1),
-      )
+      window = self.attn.window(past, own, ctx.rows, shared)
       y, mass = self.attn(x, c_q, ctx, window, shared, how)
     with jax.named_scope("hyper_connections"):
       middle = self.hc.update(s, y, self.site("ffn"))

@@ -11,6 +11,8 @@ from deepseek_jax.config import ModelConfig
 from deepseek_jax.nn.layers import Linear, RMSNorm, dot
 from deepseek_jax.nn.rope import Rotation, rotate
 from deepseek_jax.quant import QuantPlan, fake_quant
+from pallas_kernels import dispatch
+from pallas_kernels.index_topk import op
 
 
 class Queries(NamedTuple):
@@ -76,18 +78,38 @@ def _weighted(queries: Queries, dots: Float[Array, "B T I C"]) -> Float[Array, "
   return jnp.where(scores == 0, 0.0, scores)
 
 
-def top_k(scores: Float[Array, "B T C"], allowed: Bool[Array, "B T C"], k: int) -> Selection:
+def top_k(
+    scores: Float[Array, "B T C"], allowed: Bool[Array, "B T C"], k: int,
+    implementation: str | None = None,
+) -> Selection:  # fmt: skip
   """The k best allowed entries, ties to the lowest slot, in ascending slot order; −1 for absent.
 
   NaN scores are never selected: `lax.top_k` would rank them first.
   """
   c = scores.shape[-1]
   masked = jnp.where(allowed & ~jnp.isnan(scores), scores, -jnp.inf)
+  if _on_kernel(k, implementation):
+    slots = op.top_k(jax.lax.stop_gradient(masked), k, implementation="pallas")
+    best = jnp.take_along_axis(masked, jnp.maximum(slots, 0), axis=-1)
+    return Selection(slots, jnp.where(slots < 0, -jnp.inf, best))
   masked = jnp.pad(masked, ((0, 0), (0, 0), (0, max(0, k - c))), constant_values=-jnp.inf)
   best, slots = jax.lax.top_k(masked, k)
   slots = jnp.where(best > -jnp.inf, slots.astype(jnp.int32), masked.shape[-1])
   slots, best = jax.lax.sort((slots, best), num_keys=1)
   return Selection(jnp.where(slots < masked.shape[-1], slots, -1), best)
+
+
+def _on_kernel(k: int, implementation: str | None) -> bool:
+  return dispatch.resolve(implementation, op.AVAILABLE, op.top_k_refusal(k)) == "pallas"
+
+
+def _best_blocks(
+    best: Float[Array, "B T C"], allowed: Bool[Array, "B T C"], blocks: int, implementation
+) -> Int[Array, "B T P"]:
+  """The pool's places among `best`; the reference leaves out places that are always empty."""
+  if not _on_kernel(blocks, implementation):
+    blocks = min(blocks, best.shape[-1])
+  return top_k(best, allowed, blocks, implementation).slots
 
 
 def block_starts(last: Int[Array, "B C"], m: int, size: int) -> Int[Array, "B C"]:
@@ -97,7 +119,7 @@ def block_starts(last: Int[Array, "B C"], m: int, size: int) -> Int[Array, "B C"
 
 def pool_of_one(
     scores: Float[Array, "B T C"], seen: Bool[Array, "B T C"], positions: Int[Array, "B T"], *,
-    m: int, size: int, blocks: int,
+    m: int, size: int, blocks: int, implementation: str | None = None,
 ) -> Int[Array, "B T P"]:  # fmt: skip
   """`pool_top` where a line is one document and slot j holds its entry j."""
   b, t, c = scores.shape
@@ -108,13 +130,14 @@ def pool_of_one(
   newest = ((positions + 1) // m - 1)[..., None] // size
   best = jnp.where(number == newest, jnp.inf, best)
   allowed = (number * size * m + m - 1 <= positions[..., None]) & seen.any(-1, keepdims=True)
-  chosen = top_k(best, allowed, min(blocks, best.shape[-1])).slots
+  chosen = _best_blocks(best, allowed, blocks, implementation)
   return jnp.where(chosen < 0, -1, chosen * size)
 
 
 def pool_top(
     scores: Float[Array, "B T C"], seen: Bool[Array, "B T C"], last: Int[Array, "B C"],
     positions: Int[Array, "B T"], *, m: int, size: int, blocks: int,
+    implementation: str | None = None,
 ) -> Int[Array, "B T P"]:  # fmt: skip
   """Best candidate blocks of every row, as the slots of their first entries (−1 for absent).
 
@@ -134,7 +157,8 @@ def pool_top(
   newest = ((positions + 1) // m - 1) // size * size
   pinned = seen & (number[:, None] == newest[..., None])
   best = jnp.where(pinned, jnp.inf, best)
-  return top_k(best, (number % size == 0)[:, None] & seen, min(blocks, c)).slots
+  allowed = (number % size == 0)[:, None] & seen
+  return _best_blocks(best, allowed, blocks, implementation)
 
 
 def pool_mask(starts: Int[Array, "B T P"], block_of: Int[Array, "B C"]) -> Bool[Array, "B T C"]:

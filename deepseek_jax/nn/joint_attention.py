@@ -6,7 +6,7 @@ instead of the scores, so memory grows linearly with the rows.
 
 import dataclasses
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,10 @@ from deepseek_jax.cache import Table
 from deepseek_jax.nn import chunks
 from deepseek_jax.nn.layers import dot
 from deepseek_jax.nn.rows import Rows
+from pallas_kernels import dispatch
+from pallas_kernels.quantize.formats import FP4_MAIN, FP8_WINDOW
+from pallas_kernels.sparse_attention import op as sparse_op
+from pallas_kernels.window_attention import op as window_op
 
 # Up to this many entries a selected entry, masking all entries beats gathering the selected ones on
 # a CPU: the gather's gradient is a serial scatter-add. Both give the same values.
@@ -25,7 +29,7 @@ DENSE_ENTRIES_PER_CHOICE = 16
 class WindowKeys(NamedTuple):
   """Window latents of slots before the queries, at least W − 1, and of the queries' own rows."""
 
-  kv: Float[Array, "*n B S H"]
+  kv: Float[Array, "*n B S H"] | Table
   positions: Int[Array, "*n B S"]
   segments: Int[Array, "*n B S"]
 
@@ -237,27 +241,63 @@ def _attend_backward(reach, saved, cotangents):
 _attend.defvjp(_attend_forward, _attend_backward)
 
 
+def row_kernels(heads: int, channels: int, dtype, implementation: str | None) -> bool:
+  """Whether kernels attend rows of decoded keys."""
+  refusal = window_op.refusal(heads) or sparse_op.rows_refusal(heads, channels, dtype)
+  return dispatch.resolve(implementation, sparse_op.AVAILABLE, refusal) == "pallas"
+
+
+def decode_kernel(heads: int, k: int, kv: Any, ring: Any, implementation: str | None) -> bool:
+  """Whether one kernel attends single rows over the packed entries and ring of a cache."""
+  packed = isinstance(kv, Table) and isinstance(ring, Table)
+  if not packed or (kv.layout.format, ring.layout.format) != (FP4_MAIN, FP8_WINDOW):
+    return False
+  refusal = sparse_op.decode_refusal(heads, kv.layout.width, k, ring.layout.rows)
+  return dispatch.resolve(implementation, sparse_op.AVAILABLE, refusal) == "pallas"
+
+
+def _attend_on_kernels(q, rows, window, kv, slots, sink, reach):
+  integers = *rows[:3], window.positions, window.segments
+  how = dict(window=reach.window, implementation="pallas")
+  if kv is None:
+    return window_op.window_attention(q, window.kv, *integers, sink, **how), None
+  out = sparse_op.sparse_attention(q, kv, slots, window.kv, *integers, sink, mass=reach.mass, **how)
+  return out if reach.mass else (out, None)
+
+
 def attend(
     q: Float[Array, "B T N H"], rows: Rows, window: WindowKeys,
     kv: Float[Array, "B C H"] | Table | None,
     slots: Int[Array, "B T K"] | None, sink: Float[Array, " N"], *, reach: Reach, chunk: int,
+    implementation: str | None = None,
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T K"] | None]:  # fmt: skip
   """Joint attention of all rows.
 
   Args:
     q: rotated queries.
     rows: of the queries.
-    window: keys; at least W − 1 slots precede the rows' own, in any order.
+    window: keys; at least W − 1 slots precede the rows' own, in any order. Or the ring of a cache
+      with the only row of every line in it, for the kernel that reads it packed.
     kv: entries of the KV source, or None in a window layer. A table has no gradient.
     slots: selected entries of every row, −1 for absent.
     sink: f32 logit per head.
     reach: static facts.
-    chunk: rows whose scores exist at one time.
+    chunk: rows whose scores exist at one time, without kernels.
+    implementation: see `pallas_kernels.dispatch.resolve`.
 
   Returns:
     The output, and the detached head-summed probability of every selected entry if asked for.
   """
-  length = q.shape[1]
+  _, length, n, h = q.shape
+  if isinstance(window.kv, Table):
+    seen = window_mask(rows, window.positions, window.segments, reach.window)[:, 0]
+    out = sparse_op.sparse_attention_decode(
+        q[:, 0], kv.data, slots[:, 0], window.kv.data, window.kv.scales, seen.astype(jnp.int32),
+        sink, implementation="pallas",
+    )  # fmt: skip
+    return out[:, None], None
+  if not isinstance(kv, Table) and row_kernels(n, h, q.dtype, implementation):
+    return _attend_on_kernels(q, rows, window, kv, slots, sink, reach)
   front = window.positions.shape[1] - length
   size = chunks.chunk_rows(length, chunk, front)
   q, rows, slots = chunks.split((q, rows, slots), size)

@@ -10,6 +10,7 @@ from jaxtyping import Array, Bool, Float, Int
 from deepseek_jax.config import ModelConfig
 from deepseek_jax.nn import experts
 from deepseek_jax.nn.layers import Linear, constant, normal
+from pallas_kernels import dispatch
 
 
 class Routing(NamedTuple):
@@ -124,9 +125,10 @@ class MoE(nnx.Module):
     count = routing.affinities.shape[-1]
     ids = jnp.where(valid[..., None], routing.ids, count)  # padding visits no expert
     flat = lambda a: a.reshape(-1, a.shape[-1])
-    b = experts.block_size(ids.size, count)
-    routed = experts.expert_sum(
-        self.limit, b, flat(x), flat(routing.weights), flat(ids), self.experts.weights(x.dtype)
-    )
+    args = flat(x), flat(routing.weights), flat(ids), self.experts.weights(x.dtype)
+    if dispatch.resolve(self.implementation, ("pallas", "reference")) == "pallas":
+      routed = experts.grouped_sum(self.limit, *args)
+    else:
+      routed = experts.expert_sum(self.limit, experts.block_size(ids.size, count), *args)
     out = routed.reshape(x.shape) + self.shared_experts(x).astype(jnp.float32)
     return out.astype(x.dtype), balance(routing, valid)

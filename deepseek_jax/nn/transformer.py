@@ -14,7 +14,7 @@ from deepseek_jax.nn.attention import Context, Pass, Published
 from deepseek_jax.nn.block import Block, LayerOut
 from deepseek_jax.nn.compressor import Entries
 from deepseek_jax.nn.hyper_connections import Site, Stream
-from deepseek_jax.nn.joint_attention import WindowKeys
+from deepseek_jax.nn.joint_attention import WindowKeys, row_kernels
 from deepseek_jax.nn.layers import Linear, RMSNorm, normal
 from deepseek_jax.nn.rows import Rows
 from deepseek_jax.quant import QuantPlan
@@ -254,7 +254,14 @@ class Transformer(nnx.Module):
     rows = cache.main_kv[source].layout.rows
     slots = jnp.where(new.segments > 0, new.last // m, rows)
     cache = cache.write_entries(source, new.kv, new.index_keys, slots, tail)
-    return stored_entries(cache, source, m), cache
+    entries = stored_entries(cache, source, m)
+    c, dtype = self.config, stream.x.dtype
+    if stream.x.shape[1] > 1 and row_kernels(
+        c.num_attention_heads, c.head_dim, dtype, self.compute.implementation
+    ):
+      # Decoded once for all layers that read them; a single row's kernel decodes what it selects.
+      entries = entries._replace(kv=entries.kv.read(dtype))
+    return entries, cache
 
   def _nothing_past(self, rows: Rows, dtype) -> WindowKeys:
     """No window keys before the rows."""
@@ -279,7 +286,7 @@ class Transformer(nnx.Module):
     layers = block, self._following(number), rings
 
     def layer(one, following, ring, stream, shared):
-      own = past if ring is None else past._replace(kv=ring.read(stream.x.dtype))
+      own = past if ring is None else past._replace(kv=ring)
       return one(stream, following, ctx, own, shared, how)
 
     if self.compute.remat != "none":

@@ -1,165 +1,134 @@
-"""MXFP4 index keys as bf16 inside a kernel.
+"""MXFP4 index keys as bf16 inside a kernel, with blocks along lanes.
 
 A row of codes is a block of eight entries, 16 words each: lane 16·e + w has channels 8w to 8w + 7
-of entry e, nibble n is channel 8w + n. So eight planes [blocks, 128], one a nibble, hold a tile
-without moving anything across lanes.
+of entry e, nibble n is channel 8w + n. Transposed, the rows 16·e to 16·e + 15 of 128 blocks are the
+words of their entries e, and the nibbles i and i + 4 of a word a pair of bf16 rows: all channels of
+an entry come to stand under one another, in an order that `_channel` gives, and nothing crosses
+lanes after the words have been transposed.
 
-An element times its scale comes from bit placement: exponent and mantissa of the nibble, shifted to
-the lowest exponent bit, plus (scale byte − 1) in the exponent is the value for codes from 2 on. The
-subnormal codes 0 and 1 come out as 0.5 and 0.75 of the scale S; min(x, 2x − S) puts them right and
-leaves the others.
+Where the chip casts float4, its casts do the rest, in the natural order. Elsewhere an element times
+its scale comes from bit placement: exponent and mantissa of the nibble, shifted to the lowest
+exponent bit, plus (scale byte − 1) in the exponent is the value for codes from 2 on. The subnormal
+codes 0 and 1 come out as 0.5 and 0.75 of the scale S; min(x, 2x − S) puts them right and leaves the
+others, also where 2x is infinite.
 """
 
-import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.index_topk.layout import BLOCK, LANES
+from pallas_kernels.quantize import lanes, transposed
+from pallas_kernels.quantize.decode import BFLOAT16, FLOAT4, FLOAT32
 
-NIBBLES = 8
 WORDS = 16  # Of an entry.
+GROUPS = 4  # Scales of an entry, one byte each of its scale word.
+_ROWS = lanes.SUBLANES
 # Scale bytes outside are read as the nearest inside: 2^-125 keeps S / 2 a normal number, and
 # 6 · 2^125 the sum of exponents in range. 255 is NaN and handled apart.
 _SCALES = (2, 252)
 _MAGNITUDES, _SIGNS = 0x01C001C0, -0x7FFF8000
-_LOW, _HIGH = 0xFFFF, -0x10000
 
 
-def _shifted(x, left):
-  return x << left if left > 0 else x >> -left if left else x
+def _channel(row, arithmetic: str):
+  """Channel in row `row` of the keys of an entry."""
+  if arithmetic == FLOAT4:
+    return row
+  eight, i, word, half = row >> 6, row >> 4 & 3, row >> 1 & 7, row & 1
+  return eight << 6 | word << 3 | half << 2 | i
 
 
-def _finish(bits, signs, scale, dtype):
-  x = pltpu.bitcast(bits, dtype)
-  x = jnp.minimum(x, x + (x - scale))
-  return pltpu.bitcast(pltpu.bitcast(x, jnp.int32) | signs, dtype)
+def ordered(q, arithmetic: str):
+  """Queries [n, 128] with their channels in the order of the keys."""
+  iota = lambda axis: lax.broadcasted_iota(jnp.int32, (LANES, LANES), axis)
+  matrix = jnp.where(iota(0) == _channel(iota(1), arithmetic), 1.0, 0.0).astype(jnp.bfloat16)
+  return jnp.dot(q, matrix, preferred_element_type=jnp.float32).astype(jnp.bfloat16)
 
 
-def planes_packed(even, odd, scale_even, scale_odd):
-  """Planes [2R, 128] bf16, two values an int32: for chips whose vector unit computes in bf16.
-
-  Args:
-    even: codes of blocks 0, 2, 4 …, int32 [R, 128].
-    odd: of blocks 1, 3, 5 …
-    scale_even: scale bytes in the planes' lanes, likewise.
-    scale_odd: likewise.
-  """
-  scale = (scale_even << 7) | (scale_odd << 23)
-  bias = scale - 0x00800080
-  scale = pltpu.bitcast(scale, jnp.bfloat16)
-  halves = (even & _LOW) | (odd << 16), ((even >> 16) & _LOW) | (odd & _HIGH)
-  return [
-      _finish(
-          (_shifted(half, 6 - 4 * i) & _MAGNITUDES) + bias,
-          _shifted(half, 12 - 4 * i) & _SIGNS,
-          scale,
-          jnp.bfloat16,
-      )
-      for half in halves
-      for i in range(4)
-  ]
+def stored_words(rows):
+  """Scale words [8, 128], of entry e of a block in row e, of eight whole rows of scales."""
+  return transposed.entry_words(rows)
 
 
-def planes_wide(codes, scales):
-  """Planes [R, 128] bf16 by way of f32; codes and scale bytes int32 [R, 128]."""
-  scale = scales << 23
-  bias = scale - (1 << 23)
-  scale = pltpu.bitcast(scale, jnp.float32)
-  return [
-      _finish(
-          (_shifted(codes, 22 - 4 * n) & (7 << 22)) + bias,
-          _shifted(codes, 28 - 4 * n) & (-1 << 31),
-          scale,
-          jnp.float32,
-      ).astype(jnp.bfloat16)
-      for n in range(NIBBLES)
-  ]
-
-
-def _iota(shape, axis):
-  return jax.lax.broadcasted_iota(jnp.int32, shape, axis)
-
-
-def _repeated(rows, times):
-  """[R, 128] → [R · times, 128], every row `times` times."""
-  return jnp.concatenate(
-      [jnp.broadcast_to(rows[i : i + 1], (times, LANES)) for i in range(rows.shape[0])]
-  )
-
-
-def _byte(words, index):
-  """Scale byte of every lane of a plane: word `index` of each row of words [R, 128], its byte."""
-  words = jnp.take_along_axis(words, index, axis=1)
-  return (words >> ((_iota(words.shape, 1) & 12) << 1)) & 255
-
-
-def stored_bytes(scales, first, step):
-  """Scale bytes [R, 128] of blocks first, first + step, … of whole rows of scales as stored.
+def gathered_words(rows, inside):
+  """Scale words [8, 128] of 128 blocks that have been fetched one by one.
 
   Args:
-    scales: int32 [rows, 128]; one row serves 16 blocks.
-    first: 0 or 1.
-    step: 1 or 2.
+    rows: int32 [128, 128], for each block the row of scales that it is in.
+    inside: int32 [1, 128], which of the 16 blocks of its row it is.
   """
-  rows = 16 // step
-  shape = (rows, LANES)
-  index = BLOCK * (first + step * _iota(shape, 0)) + (_iota(shape, 1) >> 4)
-  index = jnp.concatenate([index] * scales.shape[0])
-  return _byte(_repeated(scales, rows), index)
+  words = rows.T
+  inside = jnp.broadcast_to(inside, (_ROWS, LANES))
+  found = jnp.zeros((_ROWS, LANES), jnp.int32)
+  for block in range(LANES // BLOCK):
+    found = jnp.where(inside == block, words[BLOCK * block : BLOCK * (block + 1)], found)
+  return found
 
 
-def gathered_bytes(scale_rows, blocks, first, step):
-  """Scale bytes [R, 128] of every `step`-th of the gathered blocks.
-
-  Args:
-    scale_rows: int32 [R, 128], for each of those blocks the row that has its scales.
-    blocks: int32 [1, R · step], numbers of all gathered blocks.
-    first: as in `stored_bytes`.
-    step: likewise.
-  """
-  rows = scale_rows.shape[0]
-  shape = (rows, rows * step)
-  chosen = _iota(shape, 1) == first + step * _iota(shape, 0)
-  inside = jnp.where(chosen, (blocks & 15).astype(jnp.float32), 0.0).astype(jnp.bfloat16)
-  everywhere = jnp.ones((shape[1], LANES), jnp.bfloat16)
-  inside = jnp.dot(inside, everywhere, preferred_element_type=jnp.float32).astype(jnp.int32)
-  return _byte(scale_rows, BLOCK * inside + (_iota((rows, LANES), 1) >> 4))
+def put_scales(ref, words, arithmetic: str):
+  """Fills ref [4, 8, 128] with the scales of each group as bits, of an f32 or of two bf16."""
+  for g in range(GROUPS):
+    byte = jnp.clip(lanes.shift(words, -8 * g) & 255, *_SCALES)
+    ref[g] = byte << 23 if arithmetic == FLOAT32 else byte << 7 | byte << 23
 
 
-def nan_entries(scale_bytes):
-  """f32 [8, R]: above 0 where an entry has a NaN scale; bytes of consecutive blocks, [R, 128]."""
-  entry = _iota((BLOCK, LANES), 1) >> 4 == _iota((BLOCK, LANES), 0)
-  bad = jnp.where(scale_bytes == 255, 1.0, 0.0).astype(jnp.bfloat16)
-  return jax.lax.dot_general(
-      jnp.where(entry, 1.0, 0.0).astype(jnp.bfloat16), bad, (((1,), (1,)), ((), ())),
-      preferred_element_type=jnp.float32,
-  )  # fmt: skip
-
-
-def any_nan(words):
-  """int32, above 0 if a byte of the scale words is the NaN of E8M0."""
+def nan_entries(words):
+  """int32 [8, 128], 1 where a byte of an entry's scale word is the NaN of E8M0."""
   found = jnp.zeros_like(words)
-  for g in range(4):
-    found = jnp.where(((words >> (8 * g)) & 255) == 255, 1, found)
-  return jnp.max(found)
+  for g in range(GROUPS):
+    found = jnp.where(lanes.shift(words, -8 * g) & 255 == 255, 1, found)
+  return found
 
 
-def planes(codes_ref, start, count, scale_bytes, packed):
-  """The eight planes [count, 128] of blocks start … start + count, side by side: [count, 1024].
+def _values(words, left: int, mask: int, bias, scale, dtype):
+  x = pltpu.bitcast((lanes.shift(words, left) & mask) + bias, dtype)
+  # Not x + (x − scale): a quarter of the smallest scale is flushed.
+  return jnp.minimum(x, x + x - scale)
+
+
+def _pairs(words, bits, packed: bool) -> list:
+  """bf16 [16, 128] of nibbles i and i + 4 of eight words, scales being `bits`."""
+  found = []
+  for i in range(4):
+    if packed:
+      scale = pltpu.bitcast(bits, jnp.bfloat16)
+      value = _values(words, 6 - 4 * i, _MAGNITUDES, bits - 0x00800080, scale, jnp.bfloat16)
+      value = pltpu.bitcast(value, jnp.int32)
+    else:
+      scale = lanes.as_f32(bits)
+      value = lanes.bf16_pair(
+          *(
+              _values(words, 22 - 4 * n, 7 << 22, bits - (1 << 23), scale, jnp.float32)
+              for n in (i, i + 4)
+          )
+      )
+    sign = lanes.shift(words, 12 - 4 * i) & _SIGNS
+    found.append(pltpu.bitcast(value | sign, jnp.bfloat16))
+  return found
+
+
+def keys(words, scales, e: int, arithmetic: str):
+  """Keys bf16 [128 channels, 128 blocks] of entry e.
 
   Args:
-    codes_ref: int32 [blocks, 128].
-    start: first block.
-    count: a multiple of 16.
-    scale_bytes: function of (first, step), see `stored_bytes`.
-    packed: whether the vector unit computes in bf16.
+    words: reference of the transposed codes, int32 [128, 128].
+    scales: reference that `put_scales` has filled.
+    e: of a block.
+    arithmetic: one of those in `quantize.decode`.
   """
-  if packed:
-    even, odd = (codes_ref[pl.ds(start + p, count // 2, stride=2), :] for p in (0, 1))
-    scales = (jnp.clip(scale_bytes(p, 2), *_SCALES) for p in (0, 1))
-    found = planes_packed(even, odd, *scales)
-  else:
-    scales = jnp.clip(scale_bytes(0, 1), *_SCALES)
-    found = planes_wide(codes_ref[pl.ds(start, count), :], scales)
-  return jnp.concatenate(found, axis=1)
+  mine = [jnp.broadcast_to(scales[g, pl.ds(e, 1), :], (_ROWS, LANES)) for g in range(GROUPS)]
+  found = []
+  if arithmetic == FLOAT4:
+    codes = pltpu.bitcast(words[pl.ds(WORDS * e, WORDS), :], jnp.float4_e2m1fn)
+    values = codes.astype(jnp.bfloat16)
+    for i in range(2 * GROUPS):
+      scale = pltpu.bitcast(mine[i // 2], jnp.bfloat16)
+      found.append(values[2 * _ROWS * i : 2 * _ROWS * (i + 1)] * scale)
+    return jnp.concatenate(found)
+  first = lax.broadcasted_iota(jnp.int32, (_ROWS, LANES), 0) < _ROWS // 2
+  for eight in range(WORDS // _ROWS):
+    rows = words[pl.ds(WORDS * e + _ROWS * eight, _ROWS), :]
+    bits = jnp.where(first, mine[2 * eight], mine[2 * eight + 1])
+    found += _pairs(rows, bits, arithmetic == BFLOAT16)
+  return jnp.concatenate(found)

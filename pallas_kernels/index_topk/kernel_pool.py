@@ -22,19 +22,21 @@ def _kernel(
     seen_ref,  # Prefetch. int32 [B · T]
     count_ref,  # Prefetch. int32 [B · T]: blocks up to the last that is not absent.
     pool_ref,  # Input, SMEM. int32 [1, P]
-    w_ref,  # Input, SMEM. f32 [1, I]
+    w_ref,  # Input. f32 [I, 1]
     numbers_ref,  # Input. int32 [P / 128, 128]: the pool again.
     q_ref,  # Input. bf16 [I, 128]
     codes_hbm,  # Input, HBM. int32 [B, C / 8, 128]
     scales_hbm,  # Input, HBM. int32 [B, C / 128, 128]
     out_ref,  # Output. f32 [P / 128, 8, 128]
-    spread_ref,  # Scratch. bf16 [8 · I, 1024]
-    keys_ref,  # Scratch. bf16 [2, 256, 1024]
+    ordered_ref,  # Scratch. bf16 [I, 128]
+    weight_ref,  # Scratch. f32 [I, 128]
+    words_ref,  # Scratch. int32 [2, 128, 128], codes of a part, transposed.
+    bits_ref,  # Scratch. int32 [2, 4, 8, 128]
     codes_ref,  # Scratch. int32 [2, 256, 128]
     scales_ref,  # Scratch. int32 [2, 256, 128]
     sems,  # Scratch. DMA semaphores [2, 2]: of codes and scales, of each half.
     *,
-    packed,
+    arithmetic,
 ):
   line = pl.program_id(0)
   row = line * pl.num_programs(1) + pl.program_id(1)
@@ -68,29 +70,24 @@ def _kernel(
       rows = ref.at[half, pl.ds(first, _UNROLLED)]
       pltpu.make_async_copy(rows, rows, sems.at[k, half]).wait()
 
-  def slots(t):
-    number = jnp.broadcast_to(numbers_ref[t : t + 1, :], (BLOCK, LANES))
-    entry = jax.lax.broadcasted_iota(jnp.int32, (BLOCK, LANES), 0)
-    return jnp.where(number < 0, -1, number * BLOCK + entry)
-
   def score(part):
     half = part % 2
-    numbers = numbers_ref[part * tiles : (part + 1) * tiles, :]
-    blocks = jnp.maximum(jnp.concatenate([numbers[i : i + 1] for i in range(tiles)], axis=1), 0)
+    numbers = [numbers_ref[tiles * part + i : tiles * part + i + 1, :] for i in range(tiles)]
+    scale_words = []
+    for i, mine in enumerate(numbers):
+      at = pl.ds(i * LANES, LANES)
+      words_ref[i] = codes_ref[half, at, :].T
+      words = decode.gathered_words(scales_ref[half, at, :], jnp.maximum(mine, 0) & 15)
+      decode.put_scales(bits_ref.at[i], words, arithmetic)
+      scale_words.append(words)
+    totals = kernel_scores.score_tiles(ordered_ref, weight_ref, words_ref, bits_ref, arithmetic)
+    for i, (total, mine, words) in enumerate(zip(totals, numbers, scale_words)):
+      mine = jnp.broadcast_to(mine, (BLOCK, LANES))
+      entry = jax.lax.broadcasted_iota(jnp.int32, (BLOCK, LANES), 0)
+      slot = jnp.where(mine < 0, -1, mine * BLOCK + entry)
+      out_ref[tiles * part + i] = kernel_scores.masked(total, slot, seen, words)
 
-    def scale_bytes(first, step):
-      rows = scales_ref[half, pl.ds(first, _PART // step, stride=step), :]
-      return decode.gathered_bytes(rows, blocks, first, step)
-
-    keys_ref[half] = decode.planes(codes_ref.at[half], 0, _PART, scale_bytes, packed)
-    kernel_scores.score_blocks(spread_ref, keys_ref, w_ref, out_ref, part, slots, seen)
-
-    @pl.when(decode.any_nan(scales_ref[half]) > 0)
-    def _():
-      bad = decode.nan_entries(scale_bytes(0, 1))
-      kernel_scores.mark_nan(out_ref, part, bad, slots, seen)
-
-  spread_ref[...] = kernel_scores.spread(q_ref[...])
+  kernel_scores.prepare(q_ref, w_ref, ordered_ref, weight_ref, arithmetic)
   turns(0, start)
   for part in range(parts):
     if part + 1 < parts:
@@ -104,11 +101,12 @@ def _kernel(
       out_ref[part * tiles : (part + 1) * tiles] = absent
 
 
-def scores(q, weights, codes, scales, seen, pool, *, packed):
+def scores(q, weights, codes, scales, seen, pool, *, arithmetic):
   """Scores of the pool's entries, f32 [B, T, tiles, 8, 128]; see `op.packed_scores`.
 
   The pool is int32 [B, T, P], block numbers, −1 for none; P is a multiple of 1,024.
   """
+  q, weights = kernel_scores.padded(q, weights)
   b, t, heads, width = q.shape
   tiles = pool.shape[2] // LANES
   assert tiles % TILES == 0
@@ -117,14 +115,14 @@ def scores(q, weights, codes, scales, seen, pool, *, packed):
   row = lambda *shape, **kwargs: pl.BlockSpec((None, None, *shape), of_row, **kwargs)
   anywhere = pl.BlockSpec(memory_space=pltpu.HBM)
   return pl.pallas_call(
-      functools.partial(_kernel, packed=packed),
+      functools.partial(_kernel, arithmetic=arithmetic),
       out_shape=jax.ShapeDtypeStruct((b, t, tiles, BLOCK, LANES), jnp.float32),
       grid_spec=pltpu.PrefetchScalarGridSpec(
           num_scalar_prefetch=2,
           grid=(b, t),
           in_specs=[
               row(1, pool.shape[2], memory_space=pltpu.SMEM),
-              row(1, heads, memory_space=pltpu.SMEM),
+              row(heads, 1),
               row(tiles, LANES),
               row(heads, width),
               anywhere,
@@ -134,8 +132,10 @@ def scores(q, weights, codes, scales, seen, pool, *, packed):
               (None, None, tiles, BLOCK, LANES), lambda i, j, *_: (i, j, 0, 0, 0)
           ),
           scratch_shapes=[
-              pltpu.VMEM((heads * BLOCK, decode.NIBBLES * LANES), jnp.bfloat16),
-              pltpu.VMEM((2, _PART, decode.NIBBLES * LANES), jnp.bfloat16),
+              pltpu.VMEM((heads, width), jnp.bfloat16),
+              pltpu.VMEM((heads, LANES), jnp.float32),
+              pltpu.VMEM((_PART // LANES, LANES, LANES), jnp.int32),
+              pltpu.VMEM((_PART // LANES, decode.GROUPS, BLOCK, LANES), jnp.int32),
               pltpu.VMEM((2, _PART, LANES), jnp.int32),
               pltpu.VMEM((2, _PART, LANES), jnp.int32),
               pltpu.SemaphoreType.DMA((2, 2)),
@@ -149,7 +149,7 @@ def scores(q, weights, codes, scales, seen, pool, *, packed):
       seen.reshape(-1),
       count.reshape(-1),
       pool[:, :, None],
-      weights[:, :, None],
+      weights[..., None],
       pool.reshape(b, t, tiles, LANES),
       q,
       codes,

@@ -5,11 +5,10 @@ Kernels hand scores over as tiles: Float[Array, "B T N 8 128"] with entry 1024·
 row sees nothing. `layout.from_tiles` puts them in order.
 """
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Int32
 
-from pallas_kernels import chips, dispatch
+from pallas_kernels import dispatch
 from pallas_kernels.index_topk import (
     kernel_pool,
     kernel_rows,
@@ -20,8 +19,9 @@ from pallas_kernels.index_topk import (
     reference,
 )
 from pallas_kernels.index_topk.layout import BLOCK, LANES, TILE, TILES, PackedKeys
+from pallas_kernels.quantize import decode
 
-_AVAILABLE = ("pallas", "reference")
+AVAILABLE = ("pallas", "reference")
 
 
 def index_scores(
@@ -40,7 +40,7 @@ def index_scores(
   Raises:
     ValueError: implementation.
   """
-  if dispatch.resolve(implementation, _AVAILABLE) == "reference":
+  if dispatch.resolve(implementation, AVAILABLE) == "reference":
     return reference.index_scores(q, weights, keys)
   return kernel_vjp.index_scores(q, weights, keys)
 
@@ -76,7 +76,7 @@ def packed_scores(
     ValueError: dtypes, a width that is not 128, codes and scales of different lengths, a pool that
       is no multiple of 1,024 blocks in the kernel; implementation.
   """
-  chosen = dispatch.resolve(implementation, _AVAILABLE)
+  chosen = dispatch.resolve(implementation, AVAILABLE)
   _check(q, keys)
   if chosen == "reference":
     return layout.to_tiles(reference.packed_scores(q, weights, keys, seen, pool))
@@ -84,9 +84,9 @@ def packed_scores(
   if pool is not None:
     if pool.shape[2] % TILE:
       raise ValueError(f"pool has {pool.shape[2]} blocks: the kernel takes multiples of {TILE}")
-    return kernel_pool.scores(*args, pool.astype(jnp.int32), packed=_bf16_vectors())
-  kernel = kernel_scores if q.shape[1] % kernel_rows.ROWS else kernel_rows
-  return kernel.scores(*args, packed=_bf16_vectors())
+    return kernel_pool.scores(*args, pool.astype(jnp.int32), arithmetic=decode.arithmetic())
+  kernel = kernel_scores if q.shape[1] == 1 else kernel_rows
+  return kernel.scores(*args, arithmetic=decode.arithmetic())
 
 
 def top_k(
@@ -108,7 +108,7 @@ def top_k(
     ValueError: dtype; in the kernel a k that is no multiple of 128 or above 8,192, or a row that
       does not fit into VMEM; implementation.
   """
-  chosen = dispatch.resolve(implementation, _AVAILABLE)
+  chosen = dispatch.resolve(implementation, AVAILABLE, top_k_refusal(k))
   if scores.dtype != jnp.float32:
     raise ValueError(f"scores have dtype {scores.dtype}: allowed is float32")
   if k < 1:
@@ -126,10 +126,25 @@ def top_k(
   return _kernel_top_k(scores, k, tiled)
 
 
+def top_k_refusal(k: int) -> str | None:
+  """Why the Top-K kernel does not take this k, or None."""
+  if k % LANES == 0 and k <= kernel_topk.LARGEST:
+    return None
+  return f"k is {k}: the kernel takes multiples of {LANES} up to {kernel_topk.LARGEST}"
+
+
+def packed_refusal(channels: int, block: int) -> str | None:
+  """Why no kernel reads packed keys of these channels in candidate blocks of these, or None."""
+  if (channels, block) == (LANES, BLOCK):
+    return None
+  return (
+      f"index keys have {channels} channels in blocks of {block}: the kernels take {LANES} channels"
+      f" and blocks of {BLOCK}"
+  )
+
+
 def _kernel_top_k(scores: Array, k: int, tiled: bool) -> Array:
   """Of scores [B, T, …]."""
-  if k % LANES or k > kernel_topk.LARGEST:
-    raise ValueError(f"k is {k}: the kernel takes multiples of {LANES} up to {kernel_topk.LARGEST}")
   b, t = scores.shape[:2]
   return kernel_topk.top_k(scores.reshape(b * t, -1, LANES), k, tiled=tiled).reshape(b, t, k)
 
@@ -168,7 +183,7 @@ def top_blocks(
   Raises:
     ValueError: as `top_k`.
   """
-  if dispatch.resolve(implementation, _AVAILABLE) == "reference":
+  if dispatch.resolve(implementation, AVAILABLE, top_k_refusal(blocks)) == "reference":
     return reference.top_k(block_maxima(tiles, seen), blocks)
   return _kernel_top_k(_block_maxima(tiles, seen), blocks, tiled=False)
 
@@ -177,15 +192,6 @@ def pool_entries(chosen: Int[Array, "B T K"], pool: Int[Array, "B T P"]) -> Int3
   """Entries of the cache for what `top_k` chose among the pool's scores; −1 stays −1."""
   block = jnp.take_along_axis(pool, jnp.maximum(chosen, 0) >> 3, axis=2)
   return jnp.where(chosen < 0, -1, block * BLOCK + (chosen & 7)).astype(jnp.int32)
-
-
-def _bf16_vectors() -> bool:
-  """Whether the vector unit of the chip that is compiled for computes in bf16."""
-  device = jax.sharding.get_abstract_mesh().abstract_device
-  if device is not None and device.platform == "tpu":
-    return chips.of_kind(device.device_kind).bf16_vectors
-  kind = jax.devices()[0].device_kind
-  return chips.of_kind(kind).bf16_vectors if jax.default_backend() == "tpu" else True
 
 
 def _check(q: Array, keys: PackedKeys):

@@ -1,4 +1,4 @@
-"""Rows to their stored layouts: `kernel_unpack` backwards, around the arithmetic of `reference`.
+"""Rows to their stored layouts, around the arithmetic of `reference`.
 
 With the exchange first, the channels of a word lie in different registers and the words of a block
 in a few lanes, so that the largest magnitude of a block takes one to three lane moves. Magnitudes
@@ -10,6 +10,7 @@ import math
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
@@ -62,7 +63,7 @@ def _codes(bits, scale, fmt: Format):
     for below, tie in enumerate(_E2M1_TIES):
       middle = tie * unit
       passed = magnitudes >= middle if below % 2 else magnitudes > middle
-      code += jnp.where(passed, 1, 0)
+      code = jnp.where(passed, below + 1, code)
     return code | sign
   binade = jnp.maximum(lanes.as_int(magnitudes) >> 23, 121)
   rounder = lanes.as_f32((binade + 20) << 23)
@@ -152,9 +153,41 @@ _TOGETHER = {"main": 1, "index": 4, "window": 4}
 _STEPS = {"main": _main_step, "index": _index_step, "window": _window_step}
 
 
-def _kernel(x, *refs, which: Stored, together: int):
-  # Input: x [block, H]. Output: the stored arrays, [rows of a block, 128] each.
-  # Scratch: rows f32 [together, H / 128, unit, 128].
+# Rows rotated in straight-line code.
+_TURNED = 512
+
+
+def _turned(x, table, pairs: int, dtype):
+  """f32 rows of the last tile with their last `pairs` pairs of lanes rotated, then rounded.
+
+  A row of `table` is its cosines, then its sines.
+  """
+  l = lax.broadcasted_iota(jnp.int32, x.shape, 1)
+  first = LANES - 2 * pairs
+  pair = jnp.maximum(l - first, 0) >> 1
+  cos, sin = lanes.gather(table, pair), lanes.gather(table, pair + pairs)
+  even = l & 1 == 0
+  partner = jnp.where(even, pltpu.roll(x, LANES - 1, 1), pltpu.roll(x, 1, 1))
+  turned = x * cos + partner * jnp.where(even, -sin, sin)
+  return jnp.where(l >= first, turned.astype(dtype).astype(jnp.float32), x)
+
+
+def _kernel(x, *refs, which: Stored, together: int, pairs: int):
+  # Input: x [block, H]; table f32 [block, 128] if there are pairs to rotate.
+  # Output: the stored arrays, [rows of a block, 128] each.
+  # Scratch: rows f32 [together, H / 128, unit, 128]; turned f32 [block, 128], the last channels,
+  # rotated, if there are.
+  turned = None
+  if pairs:
+    table, *refs, turned = refs
+    count = math.gcd(x.shape[0], _TURNED)
+
+    @pl.loop(0, x.shape[0] // count)
+    def _(i):
+      at = pl.ds(pl.multiple_of(i * count, count), count)
+      last = x[at, x.shape[1] - LANES :].astype(jnp.float32)
+      turned[at, :] = _turned(last, table[at, :], pairs, x.dtype)
+
   *outputs, rows = refs
 
   @pl.loop(0, x.shape[0] // (which.unit * together))
@@ -162,27 +195,35 @@ def _kernel(x, *refs, which: Stored, together: int):
     for one in range(together):
       at = pl.ds((turn * together + one) * which.unit, which.unit)
       for tile in range(rows.shape[1]):
+        if pairs and tile == rows.shape[1] - 1:
+          rows[one, tile] = turned[at, :]
+          continue
         tiles = slice(LANES * tile, LANES * (tile + 1))
         rows[one, tile] = x[at, tiles].astype(jnp.float32)
     for one in range(together):
       _STEPS[which.name](rows.at[one], *outputs, turn * together + one)
 
 
-def pack(x, which: Stored, block: int):
+def pack(x, rotation, which: Stored, block: int):
   """See `op.pack`; `block` rows a grid step."""
   together = math.gcd(block // which.unit, _TOGETHER[which.name])
   spec = lambda shape: pl.BlockSpec(shape, lambda i: (i, 0))
+  pairs, tables = 0, ()
+  if rotation is not None:
+    pairs = rotation[0].shape[1]
+    tables = (jnp.pad(jnp.concatenate(rotation, axis=1), ((0, 0), (0, LANES - 2 * pairs))),)
   return tuple(
       pl.pallas_call(
-          functools.partial(_kernel, which=which, together=together),
+          functools.partial(_kernel, which=which, together=together, pairs=pairs),
           grid=(x.shape[0] // block,),
-          in_specs=[spec((block, which.width))],
+          in_specs=[spec((block, which.width)), *(spec((block, LANES)) for _ in tables)],
           out_specs=[spec(shape) for shape in which.shapes(block)],
           out_shape=[jax.ShapeDtypeStruct(shape, jnp.int32) for shape in which.shapes(x.shape[0])],
           scratch_shapes=[
-              pltpu.VMEM((together, which.width // LANES, which.unit, LANES), jnp.float32)
+              pltpu.VMEM((together, which.width // LANES, which.unit, LANES), jnp.float32),
+              *(pltpu.VMEM((block, LANES), jnp.float32) for _ in tables),
           ],
           compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",)),
           name=f"pack_{which.name}",
-      )(x)
+      )(x, *tables)
   )

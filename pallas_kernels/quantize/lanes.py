@@ -11,7 +11,10 @@ bf16 rows 2i and 2i + 1 do in a TPU's memory.
 
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels import dispatch
 
 LANES = 128
 SUBLANES = 8
@@ -79,6 +82,21 @@ def halves(a, b):
   low = (a & 0xFFFF) | (b << 16)
   high = shift(a, -16) | (b & ~0xFFFF)
   return low, high
+
+
+def bf16_pair(low, high):
+  """Words of two f32 each that bf16 holds exactly."""
+  if dispatch.interpreted():  # It does not know the instruction.
+    return shift(as_int(low), -16) | (as_int(high) & ~0xFFFF)
+  return as_int(pltpu.pack_elementwise([low, high], packed_dtype=jnp.bfloat16))
+
+
+def put_pairs(ref, row, columns, pairs):
+  """Writes rows 2 · `row` and on of a bf16 reference: pairs int32 [n, 128], two rows a word."""
+  if dispatch.interpreted():  # It does not know references of another type.
+    ref[pl.ds(2 * row, 2 * pairs.shape[0]), columns] = pltpu.bitcast(pairs, jnp.bfloat16)
+  else:
+    ref.bitcast(jnp.int32)[pl.ds(row, pairs.shape[0]), columns] = pairs
 
 
 def as_f32(words):

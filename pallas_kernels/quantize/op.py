@@ -5,10 +5,10 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int8, Int32, UInt8
 
 from pallas_kernels import dispatch
-from pallas_kernels.block_sizes import BlockSizes, current_chip
-from pallas_kernels.quantize import kernel_pack, kernel_unpack, reference, reference_stored
+from pallas_kernels.block_sizes import BlockSizes
+from pallas_kernels.quantize import decode, kernel_pack, kernel_unpack, reference, reference_stored
 from pallas_kernels.quantize.formats import Format
-from pallas_kernels.quantize.stored import Stored
+from pallas_kernels.quantize.stored import LANES, Stored
 
 _AVAILABLE = ("reference",)
 _STORED_AVAILABLE = ("pallas", "reference")
@@ -128,13 +128,20 @@ def dequantize_rows(
 
 
 def pack(
-    x: Float[Array, "N H"], stored: Stored, *, implementation: str | None = None
+    x: Float[Array, "N H"],
+    stored: Stored,
+    *,
+    rotation: tuple[Float[Array, "rows R2"], Float[Array, "_rows _R2"]] | None = None,
+    implementation: str | None = None,
 ) -> tuple[Int32[Array, "_rows 128"], ...]:
-  """Rows as the caches store them: rounded, packed into words, in the order of the table.
+  """Rows as the caches store them: rotated, rounded, packed into words, in the table's order.
 
   Args:
     x: float32 or bfloat16. N is a multiple of `stored.unit` and row 0 stands at a slot that is.
     stored: one of `stored.LAYOUTS`, static.
+    rotation: cos and sin, float32 [N, R2], of the angle of each adjacent pair among the last 2·R2
+      channels of a row (spec: rotary embedding); R2 is at most 64. They are rotated in float32 and
+      rounded to the type of x before they are quantised. None: x is rotated already.
     implementation: see `dispatch.resolve`.
 
   Returns:
@@ -142,7 +149,7 @@ def pack(
     Every bit is that of `quantize`; what `quantize` says of NaN, infinities and zeros holds.
 
   Raises:
-    ValueError: dtype, N or H is not one of those above; implementation.
+    ValueError: dtype or shape is not one of those above; implementation.
   """
   choice = dispatch.resolve(implementation, _STORED_AVAILABLE)
   if x.dtype not in (jnp.float32, jnp.bfloat16):
@@ -152,9 +159,25 @@ def pack(
         f"x has shape {x.shape}: {stored.name} rows are [N, {stored.width}] with N a positive"
         f" multiple of {stored.unit}"
     )
+  if rotation is not None:
+    _check_rotation(rotation, x.shape[0])
   if choice == "reference":
-    return reference_stored.pack(x, stored)
-  return kernel_pack.pack(x, stored, _block(f"pack_{stored.name}", x.shape[0], stored, x.itemsize))
+    return reference_stored.pack(x, stored, rotation)
+  bytes_per_row = 4 * sum(stored.words) + x.itemsize * stored.width
+  bytes_per_row += 0 if rotation is None else 4 * LANES
+  block = _block(f"pack_{stored.name}", x.shape[0], stored, bytes_per_row)
+  return kernel_pack.pack(x, rotation, stored, block)
+
+
+def _check_rotation(rotation: tuple[Array, Array], rows: int):
+  for name, table in zip(("cos", "sin"), rotation):
+    if table.dtype != jnp.float32:
+      raise ValueError(f"{name} has dtype {table.dtype}: allowed is float32")
+    if table.shape != (rows, rotation[0].shape[1]) or not 1 <= table.shape[1] <= LANES // 2:
+      raise ValueError(
+          f"{name} has shape {table.shape}: cos and sin are [{rows}, R2] both, with R2 from 1 to"
+          f" {LANES // 2}"
+      )
 
 
 def unpack(
@@ -186,18 +209,17 @@ def unpack(
     )
   if choice == "reference":
     return reference_stored.unpack(buffers, stored, jnp.bfloat16)
-  block = _block(f"unpack_{stored.name}", rows, stored, 2)
-  return kernel_unpack.unpack(buffers, stored, block, current_chip().bf16_vectors)
+  return kernel_unpack.unpack(buffers, stored, decode.arithmetic())
 
 
-def _block(kernel: str, rows: int, stored: Stored, itemsize: int) -> int:
+def _block(kernel: str, rows: int, stored: Stored, bytes_per_row: int) -> int:
   # A block of scales has eight rows of words, or all of them.
   unit = stored.unit if stored.interleaved else 8 * stored.unit
   return BlockSizes.largest(
       kernel,
       rows,
       rows if rows % unit else unit,
-      4 * sum(stored.words) + itemsize * stored.width,
+      bytes_per_row,
       fixed_bytes=8 * stored.unit * stored.width,
       at_most=_LARGEST_BLOCK,
   ).rows

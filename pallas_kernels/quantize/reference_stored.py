@@ -9,8 +9,20 @@ from pallas_kernels.quantize.stored import LANES, Stored
 from pallas_kernels.sparse_attention import layout
 
 
-def pack(x, stored: Stored):
+def rotate(x, cos, sin):
+  """The last 2 · R2 channels of x [N, H] as adjacent pairs, in f32 and then in x's type."""
+  width = 2 * cos.shape[1]
+  pairs = x[:, -width:].astype(jnp.float32).reshape(x.shape[0], -1, 2)
+  even, odd = pairs[..., 0], pairs[..., 1]
+  turned = jnp.stack([even * cos - odd * sin, even * sin + odd * cos], axis=-1)
+  turned = turned.reshape(x.shape[0], width).astype(x.dtype)
+  return jnp.concatenate([x[:, :-width], turned], axis=1)
+
+
+def pack(x, stored: Stored, rotation):
   """See `op.pack`."""
+  if rotation is not None:
+    x = rotate(x, *rotation)
   codes, scales = reference.quantize(x, stored.format)
   codes, scales = _join(codes, stored.format.element.bits), _join(scales, 8)
   if stored.interleaved:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from deepseek_jax.config import ComputeConfig
 from deepseek_jax.nn import joint_attention as joint
 from deepseek_jax.nn.attention import Attention
 from deepseek_jax.nn.joint_attention import (
@@ -217,7 +218,7 @@ def test_released_output_projection(golden, golden_config, filled):
   spec = Schedule.from_config(golden_config).layers[0]
   d, n, h, l = 40, 4, 64, 24
   make = lambda: Attention(
-      (), golden_config, spec, QuantPlan.none(), chunk=8, rngs=nnx.Rngs(0), dtype=np.float32
+      (), golden_config, ComputeConfig(), spec, QuantPlan.none(), rngs=nnx.Rngs(0), dtype=np.float32
   )
   zeros = {
       "attn_sink": (n,), "wq_a.weight": (l, d), "q_norm.weight": (l,), "wq_b.weight": (n * h, l),

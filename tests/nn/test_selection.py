@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from deepseek_jax.nn.attention import select
 from deepseek_jax.nn.compressor import Entries, group_rows, visible
 from deepseek_jax.nn.indexer import Queries
 from deepseek_jax.nn.joint_attention import (
@@ -19,6 +18,7 @@ from deepseek_jax.nn.joint_attention import (
     window_mask,
 )
 from deepseek_jax.nn.rows import Rows
+from deepseek_jax.nn.selection import select
 
 T = 24
 

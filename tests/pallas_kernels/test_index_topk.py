@@ -8,10 +8,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from deepseek_jax import cache
 from deepseek_jax.nn import indexer
+from pallas_kernels.index_topk import decode as index_decode
 from pallas_kernels.index_topk import (
     kernel_pool,
     kernel_rows,
@@ -23,18 +25,18 @@ from pallas_kernels.index_topk import (
     reference,
 )
 from pallas_kernels.index_topk.layout import PackedKeys
+from pallas_kernels.quantize import decode
 from pallas_kernels.quantize import op as quantize
 from pallas_kernels.quantize.formats import MXFP4
 
 HEADS = 2
 each_decode = pytest.mark.parametrize(
-    "packed", [pytest.param(True, marks=pytest.mark.slow, id="bf16"), pytest.param(False, id="f32")]
+    "arithmetic", [decode.FLOAT32, decode.BFLOAT16, decode.FLOAT4]
 )
 
 
-@pytest.fixture(name="interpreter")
-def fixture_interpreter():
-  return lambda: pltpu.force_tpu_interpret_mode(
+def interpreted():
+  return pltpu.force_tpu_interpret_mode(
       pltpu.InterpretParams(
           detect_races=True,
           uninitialized_memory="nan",
@@ -42,6 +44,11 @@ def fixture_interpreter():
           dma_execution_mode="on_wait",
       )
   )
+
+
+@pytest.fixture(name="interpreter")
+def fixture_interpreter():
+  return interpreted
 
 
 def packed_keys(rng, batch, entries):
@@ -151,7 +158,34 @@ class TestReference:
 class TestScores:
 
   @each_decode
-  def test_a_row_a_line(self, packed, interpreter):
+  def test_keys_of_a_tile(self, arithmetic, interpreter):
+    rng = np.random.default_rng(3)
+    words = lambda *shape: rng.integers(-(2**31), 2**31, shape).astype(np.int32)
+    # Scales that the kernels do not read as other ones.
+    scales = np.clip(words(8, 128).view(np.uint8), 2, 252).view(np.int32)
+    packed = PackedKeys(jnp.asarray(words(1, 128, 128)), jnp.asarray(scales)[None])
+
+    def body(codes, scales, out, words, bits):
+      words[...] = codes[...].T
+      index_decode.put_scales(bits, index_decode.stored_words(scales[...]), arithmetic)
+      for e in range(8):
+        out[e] = index_decode.keys(words, bits, e, arithmetic)
+
+    with interpreter():
+      got = pl.pallas_call(
+          body,
+          out_shape=jax.ShapeDtypeStruct((8, 128, 128), jnp.bfloat16),
+          scratch_shapes=[pltpu.VMEM((128, 128), jnp.int32), pltpu.VMEM((4, 8, 128), jnp.int32)],
+      )(packed.codes[0], packed.scales[0])
+    channels = jnp.eye(128, dtype=jnp.bfloat16)
+    # What the queries' order makes of channel numbers is the order of the keys.
+    order = np.asarray(index_decode.ordered(channels, arithmetic)).argmax(axis=0)
+    want = np.asarray(reference.unpack(packed)[0]).reshape(128, 8, 128).transpose(1, 2, 0)
+    np.testing.assert_array_equal(np.asarray(got, np.float32), want[:, order])
+
+  @pytest.mark.slow
+  @each_decode
+  def test_a_row_a_line(self, arithmetic, interpreter):
     rng = np.random.default_rng(2)
     keys, _ = packed_keys(rng, 3, 1152)
     keys = spoilt(spoilt(keys, 0, 77), 0, 1100)
@@ -160,8 +194,8 @@ class TestScores:
     want = reference.packed_scores(q, weights, keys, seen)
     assert np.isnan(want).sum() == 1
     with interpreter():
-      got = jax.jit(kernel_scores.scores, static_argnames="packed")(
-          q, weights, *keys, seen, packed=packed
+      got = jax.jit(kernel_scores.scores, static_argnames="arithmetic")(
+          q, weights, *keys, seen, arithmetic=arithmetic
       )
     assert_scores(layout.from_tiles(got, 1152), want)
 
@@ -181,7 +215,7 @@ class TestScores:
 
   @pytest.mark.slow
   @each_decode
-  def test_rows_of_one_line(self, packed, interpreter):
+  def test_rows_of_one_line(self, arithmetic, interpreter):
     rng = np.random.default_rng(5)
     keys, _ = packed_keys(rng, 1, 1152)
     keys = spoilt(keys, 0, 77)
@@ -189,14 +223,28 @@ class TestScores:
     seen = jnp.asarray(rng.integers(0, 1153, (1, 16)), jnp.int32).at[0, 3].set(1152).at[0, 4].set(0)
     want = reference.packed_scores(q, weights, keys, seen)
     with interpreter():
-      got = jax.jit(kernel_rows.scores, static_argnames="packed")(
-          q, weights, *keys, seen, packed=packed
+      got = jax.jit(kernel_rows.scores, static_argnames="arithmetic")(
+          q, weights, *keys, seen, arithmetic=arithmetic
       )
     assert_scores(layout.from_tiles(got, 1152), want)
 
   @pytest.mark.slow
+  @given(seed=st.integers(0, 99), rows=st.integers(2, 11), heads=st.sampled_from([1, 2, 9]))
+  @settings(max_examples=3, deadline=None)
+  def test_any_number_of_rows(self, seed, rows, heads):
+    rng = np.random.default_rng(seed)
+    keys, _ = packed_keys(rng, 1, 128)
+    q = jnp.asarray(rng.standard_normal((1, rows, heads, 128)), jnp.bfloat16)
+    weights = jnp.asarray(rng.standard_normal((1, rows, heads)), jnp.float32)
+    seen = jnp.asarray(rng.integers(0, 129, (1, rows)), jnp.int32)
+    want = reference.packed_scores(q, weights, keys, seen)
+    with interpreted():
+      got = op.packed_scores(q, weights, keys, seen, implementation="pallas")
+    assert_scores(layout.from_tiles(got, 128), want)
+
+  @pytest.mark.slow
   @each_decode
-  def test_a_pool(self, packed, interpreter):
+  def test_a_pool(self, arithmetic, interpreter):
     rng = np.random.default_rng(6)
     keys, _ = packed_keys(rng, 2, 1152)
     keys = spoilt(keys, 0, 77)
@@ -207,8 +255,8 @@ class TestScores:
     pool = jnp.asarray(pool)
     want = reference.packed_scores(q, weights, keys, seen, pool)
     with interpreter():
-      got = jax.jit(kernel_pool.scores, static_argnames="packed")(
-          q, weights, *keys, seen, pool, packed=packed
+      got = jax.jit(kernel_pool.scores, static_argnames="arithmetic")(
+          q, weights, *keys, seen, pool, arithmetic=arithmetic
       )
     assert_scores(layout.from_tiles(got, 8192), want)
     assert np.isnan(want).sum() == 1
@@ -231,6 +279,16 @@ class TestTopK:
     with interpreter():
       got = op.top_k(layout.to_tiles(scores) if tiled else scores, 512, implementation="pallas")
     np.testing.assert_array_equal(got, want)
+
+  @pytest.mark.slow
+  @given(seed=st.integers(0, 99), rows=st.integers(1, 9), entries=st.integers(1, 3000))
+  @settings(max_examples=3, deadline=None)
+  def test_any_number_of_rows_and_entries(self, seed, rows, entries):
+    rng = np.random.default_rng(seed)
+    scores = jnp.asarray(rng.integers(-9, 10, (1, rows, entries)), jnp.float32)
+    with interpreted():
+      got = op.top_k(scores, 128, implementation="pallas")
+    np.testing.assert_array_equal(got, reference.top_k(scores, 128))
 
   @pytest.mark.slow
   def test_more_than_there_are(self, interpreter):
