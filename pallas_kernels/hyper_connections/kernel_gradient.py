@@ -13,12 +13,12 @@ import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.hyper_connections import kernel, reference
-from pallas_kernels.hyper_connections.kernel import GROUP, LANES, SLOT, Sizes, product, split
+from pallas_kernels.hyper_connections import coefficients, reference
+from pallas_kernels.hyper_connections.coefficients import GROUP, LANES, SLOT, Sizes, product, split
 
 
 def spread(m: int, halves: int) -> np.ndarray:
-  """As `kernel.spread`, for outputs x_0.., y from inputs s_k: lane (output, half, k, token)."""
+  """As `coefficients.spread`: outputs x_0.., y of inputs s_k; lane (output, half, k, token)."""
   at = np.zeros((halves, (2 + m) * m, m + 1, halves, m, GROUP), np.float32)
   for half in range(halves):
     for k in range(m):
@@ -67,7 +67,7 @@ def _body(*refs, s: Sizes, update: bool):
   wide[m] = jnp.broadcast_to(pull_ref[...], (s.block, LANES))
   pairs_ref[...] = jnp.zeros_like(pairs_ref)
   if update:
-    kernel.block_diagonal(c_ref, spread_ref, weights, m + 1)
+    coefficients.block_diagonal(c_ref, spread_ref, weights, m + 1)
 
   @pl.loop(0, s.d // w)
   def _(i):
@@ -121,7 +121,7 @@ def run(x, y, xo, c, fn, dxo, du, g, pull, *, iterations, eps, norm_eps):
     norm_eps: see `iterations`.
   """
   tokens, md = xo.shape
-  m, exact, update = reference.streams_of(fn), xo.dtype == jnp.float32, y is not None
+  m, exact, update = reference.streams_of(fn.shape[0]), xo.dtype == jnp.float32, y is not None
   block = min(64 if not exact else 32, -(-tokens // GROUP) * GROUP)
   s = Sizes(m, md // m, iterations, eps, norm_eps, block)
   after = -tokens % block
@@ -173,7 +173,7 @@ def run(x, y, xo, c, fn, dxo, du, g, pull, *, iterations, eps, norm_eps):
       out_shape=out_shape,
       scratch_shapes=scratch,
       compiler_params=pltpu.CompilerParams(
-          dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=kernel.VMEM_LIMIT
+          dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=coefficients.VMEM_LIMIT
       ),
       name="hyper_connections_gradient",
   )(*inputs)

@@ -15,7 +15,7 @@ def site(how, x, y, c, fn, scale, base):
 
 
 def _forward(how, x, y, c, fn, scale, base, saves=True):
-  out = list(kernel.run(x, y, c, fn, scale, base, saves=saves, **dict(how)))
+  out = kernel.run(x, y, c, (fn, scale, base), saves=saves, **dict(how))
   z = out.pop() if saves else None
   if y is None:
     out = [None, *out]
@@ -28,9 +28,11 @@ def _backward(how, saved, cotangents):
   n, (tokens, md) = fn.shape[0], x.shape
   r, z = z[n:][0, :tokens, None], z[:n, :tokens].T
   mixing = functools.partial(
-      reference.mixing, streams=reference.streams_of(fn), iterations=dict(how)["iterations"],
+      reference.mixing,
+      streams=reference.streams_of(fn.shape[0]),
+      iterations=dict(how)["iterations"],
       eps=dict(how)["eps"],
-  )  # fmt: skip
+  )
   dz, dscale, dbase = jax.vjp(mixing, z, scale, base)[1](dco)
   pull = jnp.sum(dz * z, axis=1, keepdims=True) * r * r / md
   if y is None:
@@ -40,3 +42,24 @@ def _backward(how, saved, cotangents):
 
 
 site.defvjp(_forward, _backward)
+
+
+@jax.custom_vjp
+def leave(x, y, c):
+  """Streams of flat tokens after the last site."""
+  how = dict(iterations=1, eps=0.0, norm_eps=0.0)
+  return kernel.run(x, y, c, None, saves=False, **how)[0]
+
+
+def _leave_backward(saved, dxo):
+  x, y, c = saved
+  # Nothing is projected: the pass for a whole site, without what a projection sends back.
+  tokens, md = x.shape
+  fn, du = jnp.zeros((c.shape[1], md)), jnp.zeros_like(y)
+  g, pull = jnp.zeros_like(c), jnp.zeros((tokens, 1))
+  how = dict(iterations=1, eps=0.0, norm_eps=0.0)
+  dx, dy, _, dc = kernel_gradient.run(x, y, x, c, fn, dxo, du, g, pull, **how)
+  return dx, dy, dc
+
+
+leave.defvjp(lambda x, y, c: (leave(x, y, c), (x, y, c)), _leave_backward)

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from pallas_kernels import dispatch
-from pallas_kernels.hyper_connections import kernel, kernel_vjp, reference
+from pallas_kernels.hyper_connections import kernel_vjp, reference
+from pallas_kernels.hyper_connections.coefficients import LANES
 
 AVAILABLE = ("pallas", "reference")
 
@@ -48,7 +49,7 @@ def update(
   """
   how = dict(iterations=iterations, eps=eps, norm_eps=norm_eps)
   _check(x, y, c, fn, scale, base, iterations)
-  if _resolve(implementation, x, fn) == "reference":
+  if _resolve(implementation, x, fn.shape[0]) == "reference":
     return reference.update(x, y, c, fn, scale, base, **how)
   return _kernel(x, y, c, fn, scale, base, how)
 
@@ -67,44 +68,77 @@ def enter(
   """
   how = dict(iterations=iterations, eps=eps, norm_eps=norm_eps)
   _check(x, None, c, fn, scale, base, iterations)
-  if _resolve(implementation, x, fn) == "reference":
+  if _resolve(implementation, x, fn.shape[0]) == "reference":
     return reference.enter(x, c, fn, scale, base, **how)
   return _kernel(x, None, c, fn, scale, base, how)[1:]
 
 
+def leave(
+    x: Float[Array, "B T MD"], y: Float[Array, "B T D"], c: Float[Array, "B T Z"], *,
+    implementation: str | None = None,
+) -> Float[Array, "B T MD"]:  # fmt: skip
+  """`update` where no site follows: x' alone. Arguments and errors are those of `update`."""
+  z = c.shape[2]
+  m = reference.streams_of(z)
+  _check_arrays(x, m, c=(c, (*x.shape[:2], (2 + m) * m), jnp.float32), y=_output(x, y, m))
+  if _resolve(implementation, x, z) == "reference":
+    return reference.leave(x, y, c)
+
+  def run(x, y, c):
+    return kernel_vjp.leave(*map(_flat, (x, y, c))).reshape(x.shape)
+
+  return dispatch.over_lines(run, x, y, c)
+
+
 def refusal(streams: int, width: int) -> str | None:
   """Why the kernel does not take `width` channels of all streams together, or None."""
-  if streams in (2, 4) and width % (streams * kernel.LANES) == 0:
+  if streams in (2, 4) and width % (streams * LANES) == 0:
     return None
   return (
       f"x has {streams} streams of {width // streams} channels: the kernel takes 2 or 4 streams of "
-      f"a multiple of {kernel.LANES} channels"
+      f"a multiple of {LANES} channels"
   )
 
 
-def _resolve(implementation, x, fn):
-  refused = refusal(reference.streams_of(fn), x.shape[2])
+def _resolve(implementation, x, z: int):
+  refused = refusal(reference.streams_of(z), x.shape[2])
   return dispatch.resolve(implementation, AVAILABLE, refused)
 
 
+def _flat(a):
+  return None if a is None else a.reshape(-1, a.shape[2])
+
+
 def _kernel(x, y, c, fn, scale, base, how):
-  flat = lambda a: None if a is None else a.reshape(-1, a.shape[2])
-  out = kernel_vjp.site(tuple(how.items()), flat(x), flat(y), flat(c), fn, scale, base)
-  return tuple(None if a is None else a.reshape(*x.shape[:2], -1) for a in out)
+  def run(x, y, c, *site):
+    out = kernel_vjp.site(tuple(how.items()), *map(_flat, (x, y, c)), *site)
+    return tuple(None if a is None else a.reshape(*x.shape[:2], -1) for a in out)
+
+  return dispatch.over_lines(run, x, y, c, fn, scale, base, shared={3, 4, 5})
+
+
+def _output(x, y, m: int):
+  return y, (*x.shape[:2], x.shape[2] // m), x.dtype
 
 
 def _check(x, y, c, fn, scale, base, iterations):
-  if x.dtype not in (jnp.float32, jnp.bfloat16):
-    raise ValueError(f"x has dtype {x.dtype}: allowed are float32 and bfloat16")
-  m = reference.streams_of(fn)
-  expected = {
-      "fn": (fn, ((2 + m) * m, x.shape[2]), jnp.float32),
-      "c": (c, (*x.shape[:2], fn.shape[0]), jnp.float32),
+  z = fn.shape[0]
+  m, expected = reference.streams_of(z), {
+      "fn": (fn, (z, x.shape[2]), jnp.float32),
+      "c": (c, (*x.shape[:2], z), jnp.float32),
       "scale": (scale, (3,), jnp.float32),
-      "base": (base, (fn.shape[0],), jnp.float32),
+      "base": (base, (z,), jnp.float32),
   }
   if y is not None:
-    expected["y"] = (y, (*x.shape[:2], x.shape[2] // m), x.dtype)
+    expected["y"] = _output(x, y, m)
+  _check_arrays(x, m, **expected)
+  if iterations < 1:
+    raise ValueError(f"iterations={iterations}: at least 1, the softmax and its column sums")
+
+
+def _check_arrays(x, m: int, **expected):
+  if x.dtype not in (jnp.float32, jnp.bfloat16):
+    raise ValueError(f"x has dtype {x.dtype}: allowed are float32 and bfloat16")
   for name, (array, shape, dtype) in expected.items():
     if array.shape != shape or array.dtype != dtype:
       raise ValueError(
@@ -113,5 +147,3 @@ def _check(x, y, c, fn, scale, base, iterations):
       )
   if x.shape[2] % m:
     raise ValueError(f"x has {x.shape[2]} channels: they must divide into {m} streams")
-  if iterations < 1:
-    raise ValueError(f"iterations={iterations}: at least 1, the softmax and its column sums")

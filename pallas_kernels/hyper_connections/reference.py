@@ -49,17 +49,21 @@ def expand(x, y, c, streams):
 
 
 def enter(x, c, fn, scale, base, *, iterations, eps, norm_eps):
-  m = streams_of(fn)
+  m = streams_of(fn.shape[0])
   z = project(x, fn, norm_eps)
   how = dict(streams=m, iterations=iterations, eps=eps)
   return collapse(x, c, m), mixing(z, scale, base, **how)
 
 
 def update(x, y, c, fn, scale, base, **how):
-  x = expand(x, y, c, streams_of(fn))
+  x = expand(x, y, c, streams_of(fn.shape[0]))
   return x, *enter(x, c, fn, scale, base, **how)
 
 
-def streams_of(fn: Float[Array, "Z MD"]) -> int:
+def leave(x, y, c):
+  return expand(x, y, c, streams_of(c.shape[2]))
+
+
+def streams_of(z: int) -> int:
   """M, from Z = (2 + M)·M."""
-  return round((1 + fn.shape[0]) ** 0.5) - 1
+  return round((1 + z) ** 0.5) - 1

@@ -5,6 +5,8 @@ Kernels hand scores over as tiles: Float[Array, "B T N 8 128"] with entry 1024·
 row sees nothing. `layout.from_tiles` puts them in order.
 """
 
+import functools
+
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Int32
 
@@ -84,9 +86,11 @@ def packed_scores(
   if pool is not None:
     if pool.shape[2] % TILE:
       raise ValueError(f"pool has {pool.shape[2]} blocks: the kernel takes multiples of {TILE}")
-    return kernel_pool.scores(*args, pool.astype(jnp.int32), arithmetic=decode.arithmetic())
-  kernel = kernel_scores if q.shape[1] == 1 else kernel_rows
-  return kernel.scores(*args, arithmetic=decode.arithmetic())
+    args += (pool.astype(jnp.int32),)
+    run = kernel_pool.scores
+  else:
+    run = (kernel_scores if q.shape[1] == 1 else kernel_rows).scores
+  return dispatch.over_lines(functools.partial(run, arithmetic=decode.arithmetic()), *args)
 
 
 def top_k(
@@ -145,8 +149,12 @@ def packed_refusal(channels: int, block: int) -> str | None:
 
 def _kernel_top_k(scores: Array, k: int, tiled: bool) -> Array:
   """Of scores [B, T, …]."""
-  b, t = scores.shape[:2]
-  return kernel_topk.top_k(scores.reshape(b * t, -1, LANES), k, tiled=tiled).reshape(b, t, k)
+
+  def run(scores):
+    b, t = scores.shape[:2]
+    return kernel_topk.top_k(scores.reshape(b * t, -1, LANES), k, tiled=tiled).reshape(b, t, k)
+
+  return dispatch.over_lines(run, scores)
 
 
 def block_maxima(

@@ -8,8 +8,8 @@ Two entries make a dense row of 128 lanes, one in the lower and one in the upper
 keys K = [E | F] take 8 planes of 128 lanes, plane n with channels 8w + n. Scores of E and F come
 from [q | 0] and [0 | q], stacked to 2N rows, in one product with the same tiles as E and F apart.
 
-Queries and outputs have their channels in the order of `CHANNELS`: 4 planes of 128 lanes, plane m
-with channels 8w + m at lane w and 8w + 4 + m at lane 64 + w.
+The kernel takes slots and masks as they are and reorders channels itself: around it XLA computes
+nothing.
 """
 
 import functools
@@ -17,18 +17,19 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.sparse_attention import selection
-from pallas_kernels.sparse_attention.keys import HALF, LANES, entry_steps, lanes, window_steps
-
-WIDTH = 512
-_HIDDEN = -1e30
-
-CHANNELS = np.arange(WIDTH).reshape(HALF, 2, 4).transpose(2, 1, 0).reshape(-1)
-PLACES = np.argsort(CHANNELS)
+from pallas_kernels.sparse_attention.attention import Attention
+from pallas_kernels.sparse_attention.channels import (
+    WIDTH,
+    from_channels,
+    spread_queries,
+    to_channels,
+)
+from pallas_kernels.sparse_attention.gather import Gather
+from pallas_kernels.sparse_attention.keys import LANES, entry_steps, lanes, window_steps
 
 
 class Blocks(NamedTuple):
@@ -39,254 +40,217 @@ class Blocks(NamedTuple):
     unrolled: issue the descriptors of a query in straight-line code, which the compiler can place
       beside the arithmetic; else in loops, as the interpreter takes minutes for 512.
     cores: TensorCores that share the queries.
-    pace: parts of the work on one query: share of the next query's descriptors issued in it, steps
-      of the next query's decoding and of this query's attention done by its end, as fractions.
+    ahead: spread a query's channels while the one before attends.
+    pace: of the work on one query, which has three parts (scores, probabilities, values), shares of
+      the descriptors of the query after the next that have been issued, and of the next query's
+      decoding that has been done, by the end of the first and of the second; of both of a step.
   """
 
   packed: bool
   unrolled: bool
   cores: int
-  pace: tuple[tuple[float, float, float], ...]
+  ahead: bool
+  pace: tuple[tuple[tuple[float, float], ...], ...]
 
 
 # Tuned on the compiler's schedules of 64 heads, 512 entries and 128 window slots.
 _PACE = {
-    "v5e": ((0.35, 0.5, 0.33), (0.35, 0.78, 0.67), (1.0, 1.0, 1.0)),
-    "v5p": ((0.35, 0.5, 0.33), (0.35, 0.78, 0.67), (1.0, 1.0, 1.0)),
-    "v6e": ((0.39, 0.44, 0.33), (0.29, 0.72, 0.67), (1.0, 1.0, 1.0)),
-    "tpu7x": ((0.27, 0.22, 0.33), (0.33, 0.56, 0.67), (1.0, 1.0, 1.0)),
+    "v5e": (False, (((0.35, 0.5), (0.7, 0.78)),) * 2),
+    "v5p": (False, (((0.35, 0.5), (0.7, 0.78)),) * 2),
+    "v6e": (True, (((0.25, 0.33), (0.65, 0.72)),) * 2),
+    "tpu7x": (False, (((0.345, 0.295), (0.678, 0.7)),) * 2),
 }
 
 
 def blocks_for(chip, dtype, unrolled: bool) -> Blocks:
   """Block sizes on a generation of `chips.CHIPS`."""
   packed = chip.bf16_vectors and dtype == jnp.bfloat16
-  return Blocks(packed, unrolled, chip.cores, _PACE[chip.name])
+  return Blocks(packed, unrolled, chip.cores, *_PACE[chip.name])
 
 
-def vmem_bytes(heads: int, k: int, window: int, dtype) -> int:
+def vmem_bytes(requests: int, heads: int, k: int, window: int, dtype) -> int:
   """VMEM of a core: two buffers of everything, spills counted as much as the keys."""
   size = jnp.dtype(dtype).itemsize
   keys = (k + window) * WIDTH * size
-  blocks = 4 * heads * WIDTH * size + 3 * window * LANES * 4 + 2**16
-  return 2 * (2 * k * LANES * 4 + 2 * keys + blocks)
+  blocks = 10 * heads * WIDTH * size + 3 * window * LANES * 4 + 2**16
+  small = requests * (5 + window // 32) * LANES * 4
+  return 2 * (2 * k * LANES * 4 + 2 * keys + blocks) + small
 
 
-class _Gather:
-  """Descriptors of one query: row numbers in SMEM, entries to a buffer int32 [2, K, 128]."""
-
-  def __init__(self, unrolled: bool, numbers, data, buffer, semaphore):
-    self.unrolled, self.issued = unrolled, 0
-    self.numbers, self.data, self.buffer, self.semaphore = numbers, data, buffer, semaphore
-
-  @property
-  def count(self) -> int:
-    return self.buffer.shape[1]
-
-  def _start(self, k):
-    source = self.data.at[pl.ds(self.numbers[k >> 7, k & 127], 2)]
-    pltpu.make_async_copy(source, self.buffer.at[:, k], self.semaphore).start()
-
-  def start_more(self, count: int):
-    """The next `count` of them."""
-    end = min(self.count, self.issued + count)
-    if self.unrolled:
-      for k in range(self.issued, end):
-        self._start(k)
-    elif end > self.issued:
-      pl.loop(self.issued, end)(self._start)
-    self.issued = end
-
-  def wait(self):
-    pltpu.make_async_copy(self.buffer, self.buffer, self.semaphore).wait()
-
-
-def _spread_queries(q):
-  """[N, 512] as [q | 0] over [0 | q], [2N, 1024]."""
-  dtype = q.dtype
-  bits = pltpu.bitcast(q, jnp.int32)
-  lower = lanes((bits.shape[0], LANES)) < HALF
-  e, f = [None] * 8, [None] * 8
-  for m in range(4):
-    plane = bits[:, m * LANES : (m + 1) * LANES]
-    left, right = jnp.where(lower, plane, 0), jnp.where(lower, 0, plane)
-    e[m], f[m] = left, pltpu.roll(left, HALF, 1)
-    e[m + 4], f[m + 4] = pltpu.roll(right, HALF, 1), right
-  rows = [pltpu.bitcast(jnp.concatenate(x, axis=1), dtype) for x in (e, f)]
-  return jnp.concatenate(rows, axis=0)
-
-
-def _gather_outputs(pairs, n: int):
-  """Values of pairs [2N, 1024] as [N, 512], E and F added."""
-  lower = lanes((n, LANES)) < HALF
-  e = lambda m: pairs[:n, m * LANES : (m + 1) * LANES]
-  f = lambda m: pairs[n:, m * LANES : (m + 1) * LANES]
-  planes = []
-  for m in range(4):
-    straight = jnp.where(lower, e(m), f(m + 4))
-    rotated = pltpu.roll(jnp.where(lower, e(m + 4), f(m)), HALF, 1)
-    planes.append(straight + rotated)
-  return jnp.concatenate(planes, axis=1)
-
-
-def _attention_steps(q_ref, keys, window_keys, seen, sink_ref, out_ref):
-  """Steps of one softmax over pairs, window and sink: scores, probabilities, values."""
-  n, dtype = q_ref.shape[0], q_ref.dtype
-  per_word = 4 // dtype.itemsize
-  half, w = keys.shape[0] * per_word, window_keys.shape[0] * per_word
-  values_of = lambda ref: pltpu.bitcast(ref[...], dtype)
-  scale = np.float32(WIDTH**-0.5)
-  precision = jax.lax.Precision.HIGHEST if dtype == jnp.float32 else None
-  dot = functools.partial(
-      jax.lax.dot_general, precision=precision, preferred_element_type=jnp.float32
-  )
-  across, along = (((1,), (1,)), ((), ())), (((1,), (0,)), ((), ()))
-  x, p, total = [], [], []
-
-  def scores():
-    q = q_ref[...]
-    pairs = dot(_spread_queries(q), values_of(keys), across)
-    x.extend([pairs[:n], pairs[n:], dot(q, values_of(window_keys), across)])
-
-  def probabilities():
-    for i, width in enumerate((half, half, w)):
-      x[i] = jnp.where(seen[i : i + 1, :width] != 0, x[i] * scale, _HIDDEN)
-    sink = sink_ref[:, :1]
-    top = functools.reduce(jnp.maximum, [jnp.max(a, axis=1, keepdims=True) for a in x], sink)
-    p.extend(jnp.exp(a - top) for a in x)
-    total.append(sum((jnp.sum(a, axis=1, keepdims=True) for a in p), jnp.exp(sink - top)))
-
-  def values():
-    pairs = dot(jnp.concatenate(p[:2], axis=0).astype(dtype), values_of(keys), along)
-    near = dot(p[2].astype(dtype), values_of(window_keys), along)
-    out_ref[...] = ((near + _gather_outputs(pairs, n)) / total[0]).astype(dtype)
-
-  return [scores, probabilities, values]
-
-
-def _kernel(
-    # Input
-    numbers_hbm,  # int32 [B, K/128, 128]
-    facts_refs,  # of queries 0, 2s + 1, 2s + 2: int32 [1, 8, 128]: E, F, scale rows of the window
-    window_refs,  # of the same queries: int32 [1, W, 128]
-    seen_ref,  # int32 [2, 8, max(K/2, W)]: E, F, window
-    q_ref,  # [2, N, 512]
-    sink_ref,  # f32 [N, 128]
-    data_hbm,  # int32 [R, 128]
-    # Output
-    out_ref,  # [2, N, 512]
-    # Scratch
-    numbers,  # SMEM int32 [K/128, 128]
-    buffers,  # two of int32 [2, K, 128]: row of the descriptor, entry
-    keys,  # two of int32, the bits of [K/2, 1024]
-    window_keys,  # two of int32, the bits of [W, 512]
-    numbers_semaphore,
-    semaphores,  # two
-    barrier_semaphore,
-    *,
-    blocks: Blocks,
-):
+def _kernel(*refs, blocks: Blocks, window: int, natural: bool, last_query: int):
+  refs = list(refs)
+  take = lambda n: [refs.pop(0) for _ in range(n)]
+  # Input: int32 [B, 512] slots, [B, 128] seen, [B, W/32, 128] scales of the window; of queries 0,
+  # 2s + 1, 2s + 2 [1, W, 128] codes and [1, N, 512] q; f32 [1, N]; int32 [R, 128] in HBM.
+  slots_ref, seen_ref, scales_ref = take(3)
+  window_refs, q_refs = take(3), take(3)
+  sink_ref, data_hbm = take(2)
+  # Output: [B, N, 512] in HBM.
+  (out_hbm,) = take(1)
+  # Scratch, two of each: int32 [8, 128] row numbers, the same in SMEM [4, 128], entries
+  # [2, K, 128], words of keys [K/2, 1024] and [W, 512], masks [8, K/2], words of queries [N, 512],
+  # spread [2N, 1024] and values [N, 512], outputs [N, 512].
+  planned, numbers, buffers, keys, window_keys, masks = (take(2) for _ in range(6))
+  queries, spread, values, outs = (take(2) for _ in range(4))
+  # f32 [N, 128] sink.
+  (sink,) = take(1)
+  number_semaphores, semaphores, out_semaphores = take(2), take(2), take(2)
+  (barrier_semaphore,) = refs
   step, steps = pl.program_id(1), pl.num_programs(1)
   first = pl.program_id(0) * 2 * steps
+  _, n, _ = q_refs[0].shape
+  dtype = q_refs[0].dtype
+  two_rows = dtype == jnp.bfloat16
 
-  def gather(i):
-    return _Gather(blocks.unrolled, numbers, data_hbm, buffers[i % 2], semaphores[i % 2])
+  def place(query):
+    return jnp.minimum(first + jnp.minimum(query, 2 * steps - 1), last_query)
 
-  def fetch(query):
-    at = first + jnp.minimum(query, 2 * steps - 1)
-    return pltpu.make_async_copy(numbers_hbm.at[at], numbers, numbers_semaphore)
+  def chosen(query):
+    return selection.quarters(slots_ref[pl.ds(place(query), 1), :])
+
+  def ring(query, rows):
+    return jnp.broadcast_to(seen_ref[pl.ds(place(query), 1), :], (rows, LANES))
+
+  def gather(side):
+    return Gather(blocks.unrolled, numbers[side], data_hbm, buffers[side], semaphores[side])
+
+  def fetch(side):
+    return pltpu.make_async_copy(planned[side].at[:4], numbers[side], number_semaphores[side])
+
+  def plan(query, side):
+    planned[side][...] = selection.first_rows(chosen(query), data_hbm.shape[0])
+
+  def send(query, side):
+    # Outputs of queries before the first go where the first's follow.
+    at = first + jnp.maximum(query, 0)
+    return pltpu.make_async_copy(outs[side], out_hbm.at[at], out_semaphores[side])
+
+  def emit(side):
+    words = from_channels(values[side][...]) if natural else values[side][...]
+    outs[side][...] = pltpu.bitcast(words, dtype)
+
+  def ready(ref, side):
+    words = pltpu.bitcast(q_refs[ref][0], jnp.int32)
+    queries[side][...] = words = to_channels(words) if natural else words
+    if blocks.ahead:
+      spread[side][...] = spread_queries(words)
+
+  def mask(query, side):
+    quarter = buffers[0].shape[1] // 4
+    masks[side][...] = selection.masks(chosen(query), quarter, two_rows)
+    seen = selection.columns(ring(query, 8), window, two_rows)
+    masks[side][1:2, :LANES] = jnp.where(seen[:1] != 0, 0, -1)
+
+  def decoding(query, ref, side):
+    scales = scales_ref[place(query)]
+    seen = selection.in_scales(ring(query, scales.shape[0]), scales.shape[0])
+    scales = jnp.where(seen != 0, scales, 0)
+    how = blocks.packed, dtype
+    near = window_steps(window_refs[ref].at[0], window_keys[side], scales, *how)
+    return near + entry_steps(buffers[side], keys[side], selection.facts(chosen(query)), *how)
+
+  def attending(side):
+    of_side = (a[side] for a in (keys, window_keys, masks))
+    ahead = spread[side] if blocks.ahead else None
+    return Attention(queries[side], ahead, *of_side, sink, values[side], dtype).steps
 
   def barrier():
     # Keeps memory operations on their side, else the compiler leaves most descriptors for the end.
     pl.semaphore_signal(barrier_semaphore, 1)
     pl.semaphore_wait(barrier_semaphore, 1)
 
-  def decoding(i):
-    side, ref = i % 2, lambda refs: refs[i].at[0]
-    how = (ref(facts_refs), blocks.packed, q_ref.dtype)
-    window = window_steps(ref(window_refs), window_keys[side], *how)
-    return window + entry_steps(buffers[side], keys[side], *how)
+  def work(query, i, attend=True, decode=True, issue=True):
+    """Parts of the work on a query and on the two after it; i is its side."""
+    pace = (0.0, 0.0), *blocks.pace[i], (1.0, 1.0)
+    if issue:
+      fetch(i).wait()
+    if decode:
+      gather(1 - i).wait()
+    if attend:
+      send(query - 2, i).wait()
+    if issue:
+      plan(query + 4, i)
+    ref = i + 1 if attend else 0
+    decode_steps = decoding(query + 1, ref, 1 - i) if decode else []
+    attend_steps = attending(i) if attend else [lambda: None] * 3
+    for part in range(3):
+      (issued, decoded), (issue_to, decode_to) = pace[part], pace[part + 1]
+      if issue:
+        gather(i).start(issued, issue_to)
+      if part == 1 and decode:
+        mask(query + 1, 1 - i)
+      if part == 1 and attend:
+        emit(1 - i)
+      if part == 2 and decode:
+        ready(ref, 1 - i)
+      attend_steps[part]()
+      for each in decode_steps[
+          round(decoded * len(decode_steps)) : round(decode_to * len(decode_steps))
+      ]:
+        each()
+      barrier()
+      if part == 1 and attend:
+        send(query - 1, 1 - i).start()
+    if issue:
+      fetch(i).start()
 
   @pl.when(step == 0)
   def _():
-    fetch(0).start()
+    for side in (0, 1):
+      plan(side, side)
+      fetch(side).start()
+    send(0, 0).start()
+    diagonal = lanes((n, n)) == jax.lax.broadcasted_iota(jnp.int32, (n, n), 0)
+    at = jnp.where(diagonal, jnp.broadcast_to(sink_ref[...], (n, n)), 0.0)
+    sink[...] = jnp.broadcast_to(jnp.sum(at, axis=1, keepdims=True), sink.shape)
     fetch(0).wait()
-    gather(0).start_more(buffers[0].shape[1])
-    fetch(1).start()
-    fetch(1).wait()
-    gather(0).wait()
-    following, decode = gather(1), decoding(0)
-    for half in (0, 1):
-      following.start_more(following.count // 2)
-      for each in decode[half * len(decode) // 2 : (half + 1) * len(decode) // 2]:
-        each()
-      barrier()
-    fetch(2).start()
+    gather(0).start(0.0, 1.0)
+    plan(2, 0)
+    fetch(0).start()
+    work(-1, 1, attend=False)
 
-  for i in (0, 1):
-    query = 2 * step + i
-    fetch(query + 2).wait()
-    gather(i + 1).wait()
-    following = gather(i)
-    decode = decoding(i + 1)
-    attend = _attention_steps(
-        q_ref.at[i], keys[i], window_keys[i], seen_ref.at[i], sink_ref, out_ref.at[i]
-    )
-    decoded = attended = 0
-    for issue, decode_part, attend_part in blocks.pace:
-      decode_to, attend_to = round(decode_part * len(decode)), round(attend_part * len(attend))
-      following.start_more(round(issue * following.count))
-      for each in attend[attended:attend_to] + decode[decoded:decode_to]:
-        each()
-      decoded, attended = decode_to, attend_to
-      barrier()
-    fetch(query + 3).start()
+  query = 2 * step
 
-  # The last query fetched itself again, so that no query needs a branch around the issue.
+  @pl.when(step < steps - 1)
+  def _():
+    for i in (0, 1):
+      work(query + i, i)
+
   @pl.when(step == steps - 1)
   def _():
-    fetch(query + 3).wait()
-    gather(1).wait()
+    work(query, 0, issue=False)
+    work(query + 1, 1, decode=False, issue=False)
+    emit(1)
+    send(query + 1, 1).start()
+    for side in (0, 1):
+      fetch(side).wait()
+      send(query + side, side).wait()
 
 
-def _ordered(x, channels):
-  """x[..., channels] as a product with ones and zeros: exact, and no copies as of a gather."""
-  move = jnp.asarray(np.arange(WIDTH)[:, None] == channels, x.dtype)
-  return jnp.dot(x, move, precision=jax.lax.Precision.HIGHEST, preferred_element_type=x.dtype)
+def sparse_attention_decode(
+    q, entries, slots, window, window_scales, seen, sink, blocks: Blocks, natural: bool
+):
+  """See `op.sparse_attention_decode`; shapes have been checked.
 
-
-def sparse_attention_decode(q, entries, slots, window, window_scales, seen, sink, blocks: Blocks):
-  """See `op.sparse_attention_decode`; shapes have been checked."""
+  Channels of q and of the result are `natural` or in the order of `layout.CHANNELS`.
+  """
   asked, n, _ = q.shape
-  # A grid step takes two queries; absent ones read entry 0 and are cut off.
+  k, w = slots.shape[1], seen.shape[1]
+  # A grid step takes two queries, and the cores of a chip equally many.
   missing = -asked % (2 * blocks.cores)
-  more = lambda a, value=0: jnp.pad(
-      a, ((0, missing), *((0, 0),) * (a.ndim - 1)), constant_values=value
-  )
-  q, window, window_scales, seen = map(more, (q, window, window_scales, seen))
-  slots = more(slots, -1)
-  b, k = slots.shape
-  w = seen.shape[1]
+  if missing:
+    more = lambda a: jnp.pad(a, ((0, missing), *((0, 0),) * (a.ndim - 1)))
+    q, window = more(q), more(window)
+  slots = selection.padded(slots)
+  seen = seen if w == LANES else jnp.pad(seen, ((0, 0), (0, LANES - w)))
   per_word = 4 // q.dtype.itemsize
-  numbers, facts = selection.plan(slots)
-  rows = -(-k // LANES)
-  numbers = jnp.clip(numbers, 0, entries.shape[0] - 2)
-  numbers = jnp.pad(numbers, ((0, 0), (0, rows * LANES - k))).reshape(b, rows, LANES)
-  in_scales = jnp.repeat(seen, 4, axis=1).reshape(b, w // 32, LANES)
-  facts = jnp.concatenate([facts, jnp.where(in_scales != 0, window_scales, 0)], axis=1)
-  facts = jnp.pad(facts, ((0, 0), (0, 8 - facts.shape[1]), (0, 0)))
-  width = max(k // 2, w)
-  masks = selection.halves((slots >= 0).astype(jnp.int32)), seen[:, None]
-  masks = [selection.columns(a, per_word == 2) for a in masks]
-  masks = [jnp.pad(a, ((0, 0), (0, 0), (0, width - a.shape[-1]))) for a in masks]
-  masks = jnp.pad(jnp.concatenate(masks, axis=1), ((0, 0), (0, 5), (0, 0)))
-
-  steps = b // 2 // blocks.cores
-  each = lambda shape, dtype: (pltpu.VMEM(shape, dtype),) * 2
-  two = lambda *shape: pl.BlockSpec((2, *shape), lambda c, i: (c * steps + i, 0, 0))
+  steps = (asked + missing) // 2 // blocks.cores
+  whole = lambda a: pl.BlockSpec(
+      a.shape, lambda c, i: (0,) * a.ndim, pipeline_mode=pl.Buffered(buffer_count=1)
+  )
+  last = 2 * steps - 1
 
   def three(*shape):
-    last = 2 * steps - 1
     query = lambda at: pl.BlockSpec((1, *shape), lambda c, i: (c * 2 * steps + at(i), 0, 0))
     return [
         query(lambda i: 0),
@@ -294,42 +258,45 @@ def sparse_attention_decode(q, entries, slots, window, window_scales, seen, sink
         query(lambda i: jnp.minimum(2 * i + 2, last)),
     ]
 
+  sink = sink.reshape(1, n)
+  words = lambda rows, columns: pltpu.VMEM((rows // per_word, columns), jnp.int32)
+  each = [
+      pltpu.VMEM((8, LANES), jnp.int32),
+      pltpu.SMEM((4, LANES), jnp.int32),
+      pltpu.VMEM((2, k, LANES), jnp.int32),
+      words(k // 2, 2 * WIDTH),
+      words(w, WIDTH),
+      pltpu.VMEM((8, pl.cdiv(k // 2, LANES) * LANES), jnp.int32),
+      words(n, WIDTH),
+      words(2 * n, 2 * WIDTH),
+      words(n, WIDTH),
+      pltpu.VMEM((n, WIDTH), q.dtype),
+  ]
   out = pl.pallas_call(
-      functools.partial(_kernel, blocks=blocks),
+      functools.partial(_kernel, blocks=blocks, window=w, natural=natural, last_query=asked - 1),
       grid=(blocks.cores, steps),
       in_specs=[
-          pl.BlockSpec(memory_space=pl.ANY),
-          three(8, LANES),
-          three(w, LANES),
-          two(8, width),
-          two(n, WIDTH),
-          pl.BlockSpec((n, LANES), lambda c, i: (0, 0)),
+          whole(slots),
+          whole(seen),
+          whole(window_scales),
+          *three(w, LANES),
+          *three(n, WIDTH),
+          whole(sink),
           pl.BlockSpec(memory_space=pl.ANY),
       ],
-      out_specs=two(n, WIDTH),
+      out_specs=pl.BlockSpec(memory_space=pl.ANY),
       out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
       scratch_shapes=[
-          pltpu.SMEM((rows, LANES), jnp.int32),
-          each((2, k, LANES), jnp.int32),
-          each((k // 2 // per_word, 2 * WIDTH), jnp.int32),
-          each((w // per_word, WIDTH), jnp.int32),
-          pltpu.SemaphoreType.DMA,
-          (pltpu.SemaphoreType.DMA,) * 2,
+          *(ref for ref in each for _ in (0, 1)),
+          pltpu.VMEM((n, LANES), jnp.float32),
+          *[pltpu.SemaphoreType.DMA] * 6,
           pltpu.SemaphoreType.REGULAR,
       ],
       compiler_params=pltpu.CompilerParams(
           dimension_semantics=("parallel", "arbitrary"),
           disable_bounds_checks=True,
-          vmem_limit_bytes=vmem_bytes(n, k, w, q.dtype),
+          vmem_limit_bytes=vmem_bytes(asked, n, k, w, q.dtype),
       ),
       name="sparse_attention_decode",
-  )(
-      numbers,
-      [facts] * 3,
-      [window] * 3,
-      masks,
-      _ordered(q, CHANNELS),
-      jnp.broadcast_to(sink.astype(jnp.float32)[:, None], (n, LANES)),
-      entries,
-  )
-  return _ordered(out[:asked], PLACES)
+  )(slots, seen, window_scales, *[window] * 3, *[q] * 3, sink, entries)
+  return out[:asked] if missing else out

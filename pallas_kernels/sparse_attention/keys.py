@@ -103,11 +103,11 @@ def _window_scales(x, y, packed: bool):
 
 
 def entry_steps(buffer, keys, facts, packed: bool, dtype):
-  """Steps that decode gathered rows to keys, the bits of [K/2, 1024]."""
+  """Steps that decode gathered rows to keys, the bits of [K/2, 1024]; see `selection.facts`."""
   count = buffer.shape[1]
   quarter = count // 4
   upper = jax.lax.broadcasted_iota(jnp.int32, (LANES, LANES), 0) >= HALF
-  by_pair = jnp.where(upper, facts[1:2], facts[0:1]).T
+  by_pair = jnp.where(upper, facts[2:3], facts[0:1]).T
   size = 8
   lane = lanes((size, LANES))
   word = lane & (HALF - 1)
@@ -144,8 +144,16 @@ def entry_steps(buffer, keys, facts, packed: bool, dtype):
   return [functools.partial(step, at) for at in range(0, quarter, size)]
 
 
-def window_steps(window, keys, facts, packed: bool, dtype):
-  """Steps that decode the ring to keys, the bits of [W, 512] in the order of `CHANNELS`."""
+def window_steps(window, keys, scale_words, packed: bool, dtype):
+  """Steps that decode the ring to keys, the bits of [W, 512] in the order of `layout.CHANNELS`.
+
+  Args:
+    window: int32 [W, 128].
+    keys: where they go.
+    scale_words: int32 [W/32, 128], 0 for slots that are not keys.
+    packed: see `kernel.Blocks`.
+    dtype: of the keys.
+  """
   half = window.shape[0] // 2
   size = 32
   shape = (size, LANES)
@@ -161,8 +169,7 @@ def window_steps(window, keys, facts, packed: bool, dtype):
     for part in (0, 1):
       row = part * half + at
       words.append(jnp.take_along_axis(window[row : row + size], natural, axis=1))
-      scale_row = 2 + row // size
-      scale = jnp.broadcast_to(facts[scale_row : scale_row + 1], shape)
+      scale = jnp.broadcast_to(scale_words[row // size : row // size + 1], shape)
       scales.append((jnp.take_along_axis(scale, source, axis=1) >> byte) & 0xFF)
     scale = _window_scales(*scales, packed)
 

@@ -7,6 +7,7 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.quantize import formats
 from pallas_kernels.quantize import reference as quantize
 from pallas_kernels.sparse_attention import layout
+from pallas_kernels.window_attention.reference import seen as window_seen
 
 _HIDDEN = -1e30
 
@@ -38,14 +39,14 @@ def _dot(equation: str, a: Array, b: Array) -> Array:
 
 def sparse_attention(
     q: Float[Array, "B T N H"], entries: Float[Array, "B C H"], slots: Int[Array, "B T K"],
-    window: Float[Array, "B S H"], first: Int[Array, "B T"], last: Int[Array, "B T"],
-    sink: Float[Array, " N"],
+    kv: Float[Array, "B S H"], positions: Int[Array, "B T"], floors: Int[Array, "B T"],
+    segments: Int[Array, "B T"], key_positions: Int[Array, "B S"],
+    key_segments: Int[Array, "B S"], sink: Float[Array, " N"], *, window: int,
 ) -> Float[Array, "B T N H"]:  # fmt: skip
   """See `op.sparse_attention`."""
   selected = jax.vmap(lambda e, i: e[i])(entries, jnp.maximum(slots, 0))
-  place = jnp.arange(window.shape[1])
-  seen = (first[..., None] <= place) & (place <= last[..., None])
-  near = jnp.broadcast_to(window[:, None], (*seen.shape, window.shape[-1]))
+  seen = window_seen(positions, floors, segments, key_positions, key_segments, window)
+  near = jnp.broadcast_to(kv[:, None], (*seen.shape, kv.shape[-1]))
   return attend(q, ((near, seen), (selected, slots >= 0)), sink)
 
 

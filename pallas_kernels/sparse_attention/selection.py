@@ -1,51 +1,94 @@
-"""Selected slots as the kernel wants them: integers that XLA computes before it."""
+"""Selected slots as the gather and the decoding need them: integers of one request in vectors.
 
+Entry k of the first half of the K slots is E of pair k, entry K/2 + k is F; the first K/4 pairs go
+to rows X, the others to rows Y. A row of slots comes as its four quarters [8, 128], twice: X and Y
+of E, X and Y of F, −1 for absent slots.
+"""
+
+import jax
 import jax.numpy as jnp
+from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.sparse_attention import layout
 
+LANES = layout.LANES
 _HALF = 64
 
 
-def plan(slots):
-  """What the kernel needs to know of selected slots [B, K]: first rows and facts of pairs.
+def padded(slots):
+  """Slots [B, K] as [B, 512]: quarters of 128 lanes."""
+  b, k = slots.shape
+  if k == 4 * LANES:
+    return slots
+  quarters, after = slots.reshape(b, 4, k // 4), ((0, 0), (0, 0), (0, LANES - k // 4))
+  return jnp.pad(quarters, after, constant_values=-1).reshape(b, 4 * LANES)
 
-  Entry k of the first half is E of pair k, entry K/2 + k is F. The first K/4 pairs go to rows X,
-  the others to rows Y.
 
-  Returns:
-    int32 [B, K] first row of each descriptor; int32 [B, 2, 128] a word for every row of X and Y,
-    one array for E and one for F (low half X, high half Y: bits 0 to 7 which of its eighths the
-    rotation does not move, 8 to 10 lane of the scales, 11 and 12 rows, 13 present).
-  """
+def quarters(row):
+  """A row [1, 512] as [8, 128]."""
+  return jnp.concatenate([row[:, i * LANES : (i + 1) * LANES] for i in range(4)] * 2, axis=0)
+
+
+def first_rows(slots, rows: int):
+  """First of the two rows that hold each entry, in a table of `rows`."""
   at = jnp.maximum(slots, 0)
   place = at & (layout.PERIOD - 1)
-  start = place * layout.WORDS
-  row, offset = start >> 7, start & 127
+  row = (at >> 4) * 9 + ((place * layout.WORDS) >> 7)
   # The second row of the last entry of a period can lie outside of the table, and is not needed.
-  back = (place == layout.PERIOD - 1).astype(jnp.int32)
-  rows = (at >> 4) * 9 + row - back
-  late = (offset >= _HALF).astype(jnp.int32)
-  block = (offset & (_HALF - 1)) >> 3
+  return jnp.minimum(row - _last(place), rows - 2)
+
+
+def _last(place):
+  return jnp.where(place == layout.PERIOD - 1, 1, 0)
+
+
+def facts(slots):
+  """A word for every row of X and Y [8, 128], of E in row 0 and of F in row 2.
+
+  Low half X, high half Y: bits 0 to 7 which of its eighths the rotation does not move, 8 to 10 lane
+  of the scales, 11 and 12 rows, 13 present.
+  """
+  place = jnp.maximum(slots, 0) & (layout.PERIOD - 1)
+  offset, back = (place * layout.WORDS) & 127, _last(place)
+  late, block = offset >> 6, (offset & (_HALF - 1)) >> 3
   below = jnp.where(late == 1, (1 << block) - 1, (0xFF << (block + 1)) & 0xFF)
-  e, f = (tuple(a[:, half] for a in map(halves, (late | back, back, below))) for half in (0, 1))
-  common = halves(block << 8 | (slots >= 0).astype(jnp.int32) << 13)
-  in_e = e[2] | e[0] << 11 | f[0] << 12
-  in_f = (0xFF - f[2]) | f[1] << 11 | e[1] << 12
-  facts = jnp.stack([in_e, in_f], axis=1) | common
-  quarter = facts.shape[-1] // 2
-  words = facts[..., :quarter] | facts[..., quarter:] << 16
-  return rows, jnp.pad(words, ((0, 0), (0, 0), (0, layout.LANES - quarter)))
+  in_f = (jax.lax.broadcasted_iota(jnp.int32, slots.shape, 0) & 2) != 0
+  both = (late | back) | back << 1
+  other = pltpu.roll(both, 2, 0)
+  half = jnp.where(
+      in_f,
+      0xFF - below | (both >> 1) << 11 | (other >> 1) << 12,
+      below | (both & 1) << 11 | (other & 1) << 12,
+  )
+  half = half | block << 8 | jnp.where(slots >= 0, 1 << 13, 0)
+  return half | pltpu.roll(half, 7, 0) << 16
 
 
-def halves(a):
-  """[B, n] as [B, 2, n/2]: E and F."""
-  return a.reshape(a.shape[0], 2, -1)
+def masks(slots, quarter: int, interleaved: bool):
+  """Which columns of the scores are there: [8, K/2] in whole lanes, of E in row 0, of F in row 2.
+
+  Rows of X and Y alternate if two fill a word.
+  """
+  out = []
+  for first in range(0, 2 * quarter, LANES):
+    column = first + jax.lax.broadcasted_iota(jnp.int32, slots.shape, 1)
+    in_y = column & 1 if interleaved else jnp.where(column >= quarter, 1, 0)
+    lane = column >> 1 if interleaved else column - in_y * quarter
+    found = jnp.take_along_axis(slots, lane & (LANES - 1), axis=1)
+    out.append(jnp.where(in_y == 1, pltpu.roll(found, 7, 0), found))
+  return jnp.concatenate(out, axis=1)
 
 
-def columns(mask, interleaved: bool):
-  """Masks [..., n] in the order of the scores: rows of X and Y alternate if two fill a word."""
+def columns(row, window: int, interleaved: bool):
+  """Slots of a ring [·, 128] in the order of the scores."""
   if not interleaved:
-    return mask
-  n = mask.shape[-1]
-  return jnp.swapaxes(mask.reshape(*mask.shape[:-1], 2, n // 2), -1, -2).reshape(mask.shape)
+    return row
+  lane = jax.lax.broadcasted_iota(jnp.int32, row.shape, 1)
+  source = (lane & 1) * (window // 2) + (lane >> 1)
+  return jnp.take_along_axis(row, source & (LANES - 1), axis=1)
+
+
+def in_scales(row, rows: int):
+  """Slots of a ring [rows, 128] where their scale words are: 32 slots of 4 words a row."""
+  at = lambda axis: jax.lax.broadcasted_iota(jnp.int32, (rows, LANES), axis)
+  return jnp.take_along_axis(row, (32 * at(0) + (at(1) >> 2)) & (LANES - 1), axis=1)

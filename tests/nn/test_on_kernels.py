@@ -20,7 +20,7 @@ PAD_CLASS = 1
 
 
 def tiny(kernels: str) -> Config:
-  """The file's sizes in five layers, one of every mode, with as many choices as the kernel takes.
+  """The file's sizes in three layers (Full, Full with the pool, Reindex) with as many choices as the kernel takes.
 
   All rows are one chunk: JAX has no recomputation (`jax.checkpoint`) of interpreted kernels. No
   rounding to the cache formats, which is not continuous.
@@ -31,8 +31,8 @@ def tiny(kernels: str) -> Config:
   spec.loader.exec_module(module)
   config = Config.from_config_dict(module.get_config())
   model = dataclasses.replace(
-      config.model, num_hidden_layers=5, compress_ratios=(0, 2, 1, 1, 1),
-      kv_source_layer_ids=(1, 2), index_source_layer_ids=(1, 2, 3), candidate_source_layer_id=2,
+      config.model, num_hidden_layers=3, compress_ratios=(2, 1, 1),
+      kv_source_layer_ids=(0, 1), index_source_layer_ids=(0, 1, 2), candidate_source_layer_id=1,
       index_topk=128, candidate_topk_blocks=128, engram_layer_ids=(1,),
       engram_num_embeddings=config.model.engram_num_embeddings[:1],
   )  # fmt: skip

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.hyper_connections import kernel, op, reference
+from pallas_kernels.hyper_connections import kernel, kernel_few, op, reference
 
 INTERPRETER = pltpu.InterpretParams(
     detect_races=True, uninitialized_memory="nan", out_of_bounds_reads="raise"
@@ -34,24 +34,26 @@ def problem(tokens, d=128, m=4, dtype=jnp.float32, seed=0):
   return x, y, c, draw(z, m * d) * (m * d) ** -0.5, scale, base
 
 
-def run(function, arguments, implementation):
+def run(function, arguments, implementation, how=HOW):
   """Values and the gradient of every argument."""
-  forward = functools.partial(function, **HOW, implementation=implementation)
+  forward = functools.partial(function, **how, implementation=implementation)
 
   def both(*arguments):
     out, pull = jax.vjp(forward, *arguments)
     rng = np.random.default_rng(1)
-    return out, pull(tuple(jnp.asarray(rng.standard_normal(a.shape), a.dtype) for a in out))
+    return out, pull(
+        jax.tree.map(lambda a: jnp.asarray(rng.standard_normal(a.shape), a.dtype), out)
+    )
 
   with pltpu.force_tpu_interpret_mode(INTERPRETER):
     return jax.tree.map(np.asarray, jax.jit(both)(*arguments))
 
 
-def assert_equal(function, arguments):
-  ours, theirs = (run(function, arguments, name) for name in ("pallas", "reference"))
+def assert_equal(function, arguments, how=HOW):
+  ours, theirs = (run(function, arguments, name, how) for name in ("pallas", "reference"))
   budget = BUDGET[arguments[0].dtype.type]
   for part, limit in zip(range(2), budget):
-    for a, b in zip(ours[part], theirs[part]):
+    for a, b in zip(jax.tree.leaves(ours[part]), jax.tree.leaves(theirs[part]), strict=True):
       assert a.dtype == b.dtype
       a, b = np.float32(a), np.float32(b)
       np.testing.assert_allclose(a, b, atol=limit * max(1, np.abs(b).max()), rtol=0)
@@ -116,6 +118,21 @@ def test_kernel_of_one_block():
 def test_entering(dtype):
   x, _, c, *site = problem(40, dtype=dtype)
   assert_equal(op.enter, (x, c, *site))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [dict(tokens=21, dtype=jnp.bfloat16), dict(tokens=150, m=2)])
+def test_leaving(sizes):
+  assert_equal(op.leave, problem(**sizes)[:3], {})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("straight", [0, 40])
+def test_chunks_agree(monkeypatch, straight):
+  """What one chunk leaves to the next must be there, in a loop and in straight code."""
+  monkeypatch.setattr(kernel_few, "STRAIGHT", straight)
+  monkeypatch.setattr(kernel_few, "width_of", lambda s: 128)
+  assert_equal(op.update, problem(16, d=384, m=2, dtype=jnp.bfloat16))
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""The decode kernel against the definition, in the interpreter; gradients of many rows."""
+"""The decode kernel against the definition, in the interpreter."""
 
 import functools
 
@@ -72,9 +72,10 @@ def case(dtype, b=2, n=16, k=32, w=64, seed=0):
   )
 
 
-def run(arguments, implementation):
+def run(arguments, implementation, **options):
   arguments = {name: jnp.asarray(a) for name, a in arguments.items()}
-  attend = jax.jit(functools.partial(op.sparse_attention_decode, implementation=implementation))
+  options["implementation"] = implementation
+  attend = jax.jit(functools.partial(op.sparse_attention_decode, **options))
   if implementation == "reference":
     return np.asarray(attend(**arguments).astype(jnp.float32))
   with interpreted():
@@ -113,15 +114,15 @@ def test_the_reference_is_attention_over_decoded_keys(dtype):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_kernel_is_the_reference_and_reads_nothing_else(dtype):
-  a = case(dtype, b=3)
+@pytest.mark.parametrize(("dtype", "requests"), [(jnp.float32, 3), (jnp.bfloat16, 5)])
+def test_kernel_is_the_reference_and_reads_nothing_else(dtype, requests):
+  a = case(dtype, b=requests)
   want = run(a, "reference")
   entries = a["entries"].reshape(ENTRIES, 72)
   unread = np.setdiff1d(np.arange(ENTRIES), a["slots"])
   entries[unread] = 0x7F7F7F7F  # all scales NaN
   hidden = a["seen"] == 0
-  a["window_scales"].reshape(3, 64, 4)[hidden] = -1  # all scales NaN
+  a["window_scales"].reshape(requests, 64, 4)[hidden] = -1  # all scales NaN
   a["window"][hidden] = 0x7F7F7F7F
   np.testing.assert_allclose(run(a, "pallas"), want, atol=TOLERANCE[dtype])
 
@@ -129,10 +130,12 @@ def test_kernel_is_the_reference_and_reads_nothing_else(dtype):
 @pytest.mark.slow
 def test_generations_without_bf16_arithmetic_give_the_same_bits(monkeypatch):
   a = case(jnp.bfloat16)
-  want = run(a, "pallas")
-  unpacked = lambda chip, dtype, unrolled: kernel.Blocks(False, unrolled, 2, ((1.0,) * 3,))
-  monkeypatch.setattr(kernel, "blocks_for", unpacked)
-  np.testing.assert_array_equal(run(a, "pallas"), want)
+  found = []
+  for packed, cores, ahead, share in ((True, 1, True, 0.3), (False, 2, False, 0.6)):
+    blocks = kernel.Blocks(packed, False, cores, ahead, (((share, 0.5), (0.8, share)),) * 2)
+    monkeypatch.setattr(kernel, "blocks_for", lambda *_, blocks=blocks, **__: blocks)
+    found.append(run(a, "pallas"))
+  np.testing.assert_array_equal(*found)
 
 
 @pytest.mark.slow
@@ -153,6 +156,23 @@ def test_rows_without_keys_give_zero_and_a_nan_entry_stays_nan():
   assert np.all(got[1] == 0)
   assert np.abs(got[2]).max() > 0
   assert np.abs(got[3]).max() > 0
+
+
+@pytest.mark.parametrize(
+    "implementation", ["reference", pytest.param("pallas", marks=pytest.mark.slow)]
+)
+def test_channels_in_the_order_of_planes(implementation):
+  a = case(jnp.float32)
+  want = run(a, "reference")[..., layout.CHANNELS]
+  a["q"] = a["q"][..., layout.CHANNELS]
+  np.testing.assert_allclose(run(a, implementation, channels="planes"), want, atol=2e-5)
+
+
+def test_another_order_of_channels_is_refused():
+  with pytest.raises(
+      ValueError, match="channels is 'words' for 512 of them; allowed are 'natural'"
+  ):
+    run(case(jnp.float32), "reference", channels="words")
 
 
 def test_one_table_a_request_is_one_table_of_all():
@@ -203,61 +223,3 @@ def test_the_kernel_is_refused_off_tpu():
   arguments = {name: jnp.asarray(a) for name, a in case(jnp.float32).items()}
   with pytest.raises(ValueError, match="implementation='pallas' on cpu"):
     op.sparse_attention_decode(**arguments, implementation="pallas")
-
-
-def rows(dtype, seed=0, b=2, t=7, n=3, h=32, c=11, k=5, s=9):
-  rng = np.random.default_rng(seed)
-  normal = lambda *shape: jnp.asarray(rng.normal(size=shape), dtype)
-  slots = rng.integers(-1, c, (b, t, k)).astype(np.int32)
-  slots[0, 2], slots[1, 3] = -1, 4  # nothing selected; one entry five times
-  first = rng.integers(0, s, (b, t)).astype(np.int32)
-  last = first + rng.integers(-1, 4, (b, t)).astype(np.int32)
-  last[0, 2] = first[0, 2] - 1
-  return (
-      normal(b, t, n, h), normal(b, c, h), jnp.asarray(slots), normal(b, s, h), jnp.asarray(first),
-      jnp.asarray(last), normal(n).astype(jnp.float32),
-  )  # fmt: skip
-
-
-@pytest.mark.parametrize("chunk", [3, 64])
-def test_value_and_gradient_of_many_rows(chunk):
-  q, entries, slots, window, first, last, sink = rows(jnp.float32)
-  weights = jnp.asarray(np.random.default_rng(1).normal(size=q.shape), jnp.float32)
-
-  def loss(attend, q, entries, window, sink):
-    return jnp.sum(weights * attend(q, entries, slots, window, first, last, sink))
-
-  attend = functools.partial(op.sparse_attention, chunk=chunk)
-  differentiated = lambda f: jax.jit(jax.grad(functools.partial(loss, f), (0, 1, 2, 3)))(
-      q, entries, window, sink
-  )
-  out = jax.jit(attend)(q, entries, slots, window, first, last, sink)
-  want = reference.sparse_attention(q, entries, slots, window, first, last, sink)
-  np.testing.assert_allclose(out, want, atol=2e-5)
-  assert np.all(np.asarray(out[0, 2]) == 0)
-  for got, want in zip(differentiated(attend), differentiated(reference.sparse_attention)):
-    np.testing.assert_allclose(got, want, atol=2e-5)
-
-
-def test_bf16_rows_and_keys_that_nobody_sees():
-  q, entries, slots, window, first, last, sink = rows(jnp.bfloat16)
-  slots = jnp.where(slots == 1, -1, slots)
-  first, last = jnp.maximum(first, 2), jnp.maximum(last, 2)
-  want = reference.sparse_attention(q, entries, slots, window, first, last, sink)
-  poisoned = entries.at[:, 1].set(jnp.nan), window.at[:, :2].set(jnp.nan)
-
-  def loss(q, entries, window):
-    return jnp.sum(op.sparse_attention(q, entries, slots, window, first, last, sink))
-
-  got = op.sparse_attention(q, poisoned[0], slots, poisoned[1], first, last, sink)
-  f32 = lambda a: np.asarray(a.astype(jnp.float32))
-  np.testing.assert_allclose(f32(got), f32(want), atol=8e-3)
-  assert all(np.isfinite(f32(d)).all() for d in jax.jit(jax.grad(loss, (0, 1, 2)))(q, *poisoned))
-
-
-def test_rows_refuse_mixed_dtypes():
-  q, entries, slots, window, first, last, sink = rows(jnp.float32)
-  with pytest.raises(ValueError, match="entries has dtype bfloat16; that of q is float32"):
-    op.sparse_attention(q, entries.astype(jnp.bfloat16), slots, window, first, last, sink)
-  with pytest.raises(ValueError, match="implementation='pallas': allowed are None, 'reference'"):
-    op.sparse_attention(q, entries, slots, window, first, last, sink, implementation="pallas")
