@@ -20,7 +20,7 @@ PAD_CLASS = 1
 
 
 def tiny(kernels: str) -> Config:
-  """The file's sizes in three layers (Full, Full with the pool, Reindex) with as many choices as the kernel takes.
+  """The sizes in Full, Full with the pool and Reindex, with as many choices as the kernel takes.
 
   All rows are one chunk: JAX has no recomputation (`jax.checkpoint`) of interpreted kernels. No
   rounding to the cache formats, which is not continuous.

@@ -11,6 +11,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from pallas_kernels import dispatch
 from pallas_kernels.hyper_connections import op as hyper_connections
+from pallas_kernels.sparse_attention import op as sparse_attention
 from pallas_kernels.window_attention import op as window_attention
 
 MESHES = {
@@ -31,10 +32,12 @@ def product(x, w):
   return jnp.sin(x) @ w
 
 
-product.defvjp(
-    lambda x, w: (product(x, w), (x, w)),
-    lambda saved, d: (jnp.cos(saved[0]) * (d @ saved[1].T), jnp.einsum("btk,btz->kz", jnp.sin(saved[0]), d)),
-)  # fmt: skip
+def product_backward(saved, d):
+  x, w = saved
+  return jnp.cos(x) * (d @ w.T), jnp.einsum("btk,btz->kz", jnp.sin(x), d)
+
+
+product.defvjp(lambda x, w: (product(x, w), (x, w)), product_backward)
 
 
 @pytest.mark.parametrize("name", MESHES)
@@ -96,7 +99,20 @@ def update(x):
   )
 
 
+def decode(x):
+  """One row a line over packed entries of its own: integers have no gradient."""
+  rng = np.random.default_rng(2)
+  words = lambda *shape: jnp.asarray(rng.integers(0, 1 << 20, shape), jnp.int32)
+  b = x["q"].shape[0]
+  slots = jnp.asarray(rng.integers(-1, 16, (b, 32)), jnp.int32)
+  return sparse_attention.sparse_attention_decode(
+      jax.lax.stop_gradient(x["q"]), words(b, 9, 128), slots, words(b, 64, 128), words(b, 2, 128),
+      jnp.ones((b, 64), jnp.int32), jax.lax.stop_gradient(x["sink"]), implementation="pallas",
+  )  # fmt: skip
+
+
 CASES = {
+    decode: dict(q=(4, 16, 512), sink=(16,)),
     window: dict(q=(4, 6, 2, 8), kv=(4, 9, 8), sink=(2,)),
     update: dict(x=(4, 2, 256), y=(4, 2, 128), c=(4, 2, 8), fn=(8, 256)),
 }
