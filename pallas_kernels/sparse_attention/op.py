@@ -151,7 +151,7 @@ def sparse_attention(
     implementation: see `dispatch.resolve`. The kernel takes up to 128 heads and entries of up to 4
       KB. Of 64 heads and 512 slots, 119 thousand entries of 1 KB are gathered from VMEM on v5e and
       v6e, 54 thousand on v5p and TPU7x; more are laid out anew in HBM and gathered from there by
-      DMA. The gradient's kernel makes up to four passes over the rows, 38 (16) thousand entries
+      DMA. The gradient's kernel makes up to four passes over the rows, 39 (17) thousand entries
       each; the gradient of more is XLA's. Rows beyond multiples of 4 (8 on v5p) and entries beyond
       multiples of 16 cost a copy.
 
