@@ -136,7 +136,8 @@ class Program:
     executions = []
     for kind, found in cycles.items():
       text = schedule.read(self.dump.text(name, kind), self.generation)
-      for core in range(2 if text.core else 1):
+      # On TPU7x, whose device is one core, kernels ask for its number too, to address DMAs.
+      for core in range(CHIPS[self.generation].cores if text.core else 1):
         execution = scalar_unit.execute(
             text, self.operands.get(base_name(name)), self.trips.get(base_name(name)), core=core
         )

@@ -57,23 +57,34 @@ def prefill_chunk(config: Config, *, batch: int, rows: int, capacity: int) -> tu
   return chunk, (weights, cache, integers, where, ngrams), (1,)
 
 
-# What moves no data and runs nothing.
+# What moves no data and runs nothing; asynchronous copies run beside the core.
 _FREE = frozenset(
-    "parameter constant tuple get-tuple-element bitcast after-all partition-id iota".split()
+    "parameter constant tuple get-tuple-element bitcast after-all partition-id iota copy-start"
+    " slice-start".split()
 )
+# Custom calls of the compiler that only bracket an asynchronous operation or name a buffer.
+_BRACKETS = re.compile(r'custom_call_target="(PrepareAsyncCall|AllocateBuffer|ConcatBitcast)')
+
+
+_SINGLE = re.compile(r"\w+\[1?\](\{\S*\})?")  # type of one number
 
 
 def loops(hlo: str) -> list[Mapping[str, int]]:
-  """Operations in the body of every loop of an optimised program, by kind, in program order.
+  """Kernels in the body of every loop of an optimised program, by kind, in program order.
 
-  Fusions, kernels (`custom-call`) and everything else that the device starts count one each; the
-  start and the end of an asynchronous copy together count one, a loop inside counts one.
+  A kernel is what the core starts and waits for: a fusion, a custom call (Pallas kernels are such),
+  a sort, a copy into another layout and every other operation on arrays, a loop inside as one. Not
+  counted: arithmetic on single numbers, which is the scalar unit's, asynchronous copies and slices,
+  which bring operands nearer beside other work, and what moves nothing.
   """
   bodies, name = collections.defaultdict(collections.Counter), None
   for line in hlo.splitlines():
     if line.endswith("{") and " = " not in line:
       name = line.removeprefix("ENTRY ").split(" ")[0]
-    elif name is not None and (kind := re.search(r" = .*? ([a-z][a-z0-9\-]*)\(", line)) is not None:
-      if kind[1] not in _FREE and not kind[1].endswith("-done"):
-        bodies[name][kind[1].removesuffix("-start")] += 1
+      continue
+    found = name and re.match(r"\s+(?:ROOT )?%?\S+ = (.*?) ([a-z][a-z0-9\-]*)\(", line)
+    if not found or found[2] in _FREE or found[2].endswith("-done") or _BRACKETS.search(line):
+      continue
+    if not _SINGLE.fullmatch(found[1]):
+      bodies[name][found[2].removesuffix("-start")] += 1
   return [dict(bodies[body]) for body in re.findall(r" while\(.*body=(%?[\w.\-]+)", hlo)]

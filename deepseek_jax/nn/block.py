@@ -16,7 +16,7 @@ from deepseek_jax.nn.hyper_connections import HyperConnections, Site, Stream
 from deepseek_jax.nn.indexer import block_starts, index_scores, pool_mask
 from deepseek_jax.nn.joint_attention import WindowKeys
 from deepseek_jax.nn.layers import RMSNorm, constant, normal
-from deepseek_jax.nn.moe import Balance, MoE
+from deepseek_jax.nn.moe import Balance, Bank, MoE
 from deepseek_jax.quant import QuantPlan
 from deepseek_jax.schedule import LayerSpec, Mode
 
@@ -25,13 +25,13 @@ class LayerOut(NamedTuple):
   """What a layer reports besides its stream.
 
   Attributes:
-    balance: of its router.
+    balance: of its router, or None where kernels serve that read weights in place.
     index_loss: Σ over rows of KL(attention mass ‖ index softmax) on the selected entries, or None.
     window: window latents of the rows as later rows will read them, or None.
     trace: dict of intermediate values, or None.
   """
 
-  balance: Balance
+  balance: Balance | None
   index_loss: Float[Array, ""] | None
   window: Float[Array, "B T H"] | None
   trace: dict[str, Any] | None
@@ -105,7 +105,7 @@ class Block(nnx.Module):
 
   def __call__(
       self, s: Stream, following: Site, ctx: Context, past: WindowKeys, shared: Published,
-      how: Pass,
+      how: Pass, bank: Bank | None = None,
   ) -> tuple[Stream, Published, LayerOut]:  # fmt: skip
     """The layer on its rows.
 
@@ -116,6 +116,7 @@ class Block(nnx.Module):
       past: window keys of slots before the rows, at least W − 1 (segment 0 where there are none).
       shared: entries to read; this layer adds the selection it makes.
       how: static facts of the pass.
+      bank: weights of the run, if the mixture reads them inside its stack.
     """
     x = self.attn_norm(s.u)
     c_q = self.attn.query_latent(x)
@@ -129,7 +130,11 @@ class Block(nnx.Module):
     with jax.named_scope("hyper_connections"):
       middle = self.hc.update(s, y, self.site("ffn"))
     with jax.named_scope("moe"):
-      y, balance = self.ffn(self.ffn_norm(middle.u), ctx.rows.segments > 0)
+      valid, balance = ctx.rows.segments > 0, None
+      if bank is None:
+        y, balance = self.ffn(self.ffn_norm(middle.u), valid)
+      else:
+        y = self.ffn.in_place(middle.u, valid, bank, self.config.rms_norm_eps)
     with jax.named_scope("hyper_connections"):
       out = self.hc.update(middle, y, following)
     loss = None

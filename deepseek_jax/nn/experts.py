@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.grouped_experts.op import grouped_experts
 from pallas_kernels.grouped_matmul.op import grouped_matmul
 
 
@@ -170,8 +171,7 @@ def grouped_sum(
   """
   experts, chosen = w.w1.shape[0], ids.shape[1]
   flat = ids.reshape(-1)
-  number = jnp.arange(experts, dtype=jnp.int32)
-  sizes = jnp.sum(flat[:, None] == number, axis=0, dtype=jnp.int32)
+  sizes = _sizes(flat, experts)
   order = jnp.argsort(flat, stable=True)
   places = jnp.argsort(order)
   rows = x[order // chosen]
@@ -180,3 +180,27 @@ def grouped_sum(
   h = h * weights.reshape(-1)[order][:, None]
   y = product(h.astype(x.dtype), w.w2)[places].reshape(*ids.shape, -1)
   return jnp.sum(y.astype(jnp.float32), axis=1)
+
+
+def _sizes(flat: Int[Array, " S"], experts: int) -> Int[Array, " E"]:
+  number = jnp.arange(experts, dtype=jnp.int32)
+  return jnp.sum(flat[:, None] == number, axis=0, dtype=jnp.int32)
+
+
+def stacked_sum(
+    limit: float, x: Float[Array, "R D"], ids: Int[Array, "X R"], weights: Float[Array, "X R"],
+    w: ExpertWeights, layer: Int[Array, ""],
+) -> Float[Array, "R D"]:  # fmt: skip
+  """`grouped_sum` of one layer of a run, whose weights [n, E, ...] are read in place.
+
+  Choices lead, so that the rows of a choice are neighbours. Without gradient.
+  """
+  number = jnp.arange(ids.size, dtype=jnp.int32)
+  flat = ids.reshape(-1)
+  _, order, scale = lax.sort((flat, number, weights.reshape(-1)), num_keys=1)
+  places = lax.sort((order, number), num_keys=1)[1].reshape(ids.shape)
+  y = grouped_experts(
+      x[order % x.shape[0]], scale, _sizes(flat, w.w1.shape[1]), layer, *w, limit=limit,
+      implementation="pallas",
+  )  # fmt: skip
+  return sum(y[own].astype(jnp.float32) for own in places)

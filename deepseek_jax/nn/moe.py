@@ -11,6 +11,7 @@ from deepseek_jax.config import ModelConfig
 from deepseek_jax.nn import experts
 from deepseek_jax.nn.layers import Linear, constant, normal
 from pallas_kernels import dispatch
+from pallas_kernels.decode_layer import op as layer_op
 
 
 class Routing(NamedTuple):
@@ -31,6 +32,19 @@ class Balance(NamedTuple):
 
   load: Float[Array, " E"]
   loss: Float[Array, ""]
+
+
+class Bank(NamedTuple):
+  """Weights of all layers of a run that kernels read in place, and the number of the one at hand.
+
+  Vectors have an axis of 1 where a block of a layer needs it.
+  """
+
+  norm: Float[Array, "n 1 D"]
+  gate: Float[Array, "n E D"]
+  bias: Float[Array, "n E 1"]
+  experts: experts.ExpertWeights
+  layer: Int[Array, ""]
 
 
 class Gate(nnx.Module):
@@ -121,6 +135,7 @@ class MoE(nnx.Module):
   def __call__(
       self, x: Float[Array, "B T D"], valid: Bool[Array, "B T"]
   ) -> tuple[Float[Array, "B T D"], Balance]:
+    """Of normed rows, where `valid`."""
     routing = self.gate(x)
     count = routing.affinities.shape[-1]
     ids = jnp.where(valid[..., None], routing.ids, count)  # padding visits no expert
@@ -132,3 +147,17 @@ class MoE(nnx.Module):
       routed = experts.expert_sum(self.limit, experts.block_size(ids.size, count), *args)
     out = routed.reshape(x.shape) + self.shared_experts(x).astype(jnp.float32)
     return out.astype(x.dtype), balance(routing, valid)
+
+  def in_place(
+      self, u: Float[Array, "B T D"], valid: Bool[Array, "B T"], bank: Bank, eps: float
+  ) -> Float[Array, "B T D"]:
+    """The same of rows before their norm, by kernels that read a `bank`, without a gradient."""
+    live = valid.reshape(-1).astype(jnp.int32)
+    route = layer_op.route(
+        u.reshape(live.size, -1), live, bank.layer, *bank[:3], active=self.gate.active,
+        scale=self.gate.scale, eps=eps, implementation="pallas",
+    )  # fmt: skip
+    routed = experts.stacked_sum(self.limit, *route, bank.experts, bank.layer)
+    return (
+        (routed + self.shared_experts(route.x).astype(jnp.float32)).astype(u.dtype).reshape(u.shape)
+    )

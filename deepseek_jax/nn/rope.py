@@ -3,11 +3,13 @@
 import math
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
 from deepseek_jax.config import ModelConfig
+from pallas_kernels import dispatch
 
 
 class Rotation(NamedTuple):
@@ -59,8 +61,32 @@ def rotate(
   cos, sin = table.cos.reshape(shape), table.sin.reshape(shape)
   if inverse:
     sin = -sin
+  if dispatch.platform() == "tpu":
+    return _rotate_by_product(x, cos, sin)
   pairs = x[..., -width:].astype(jnp.float32).reshape(*x.shape[:-1], width // 2, 2)
   even, odd = pairs[..., 0], pairs[..., 1]
   turned = jnp.stack([even * cos - odd * sin, even * sin + odd * cos], axis=-1)
   turned = turned.reshape(*x.shape[:-1], width).astype(x.dtype)
   return jnp.concatenate([x[..., :-width], turned], axis=-1)
+
+
+def _rotate_by_product(
+    x: Float[Array, "B T ... H"], cos: Float[Array, "B T ... R2"], sin: Float[Array, "B T ... R2"]
+) -> Float[Array, "B T ... H"]:
+  """`rotate` as x · cos + x' · sin over all channels; x' swaps pairs, as a product with signs.
+
+  A TPU lays out an axis of pairs anew, several copies a rotation. The product is exact: a sum of
+  one channel and zeros. A NaN or an infinity reaches all rotated channels of its row.
+  """
+  width, h = 2 * cos.shape[-1], x.shape[-1]
+  swap = np.zeros((h, h), np.float32)
+  even = np.arange(h - width, h, 2)
+  swap[even + 1, even], swap[even, even + 1] = -1, 1
+  other = jnp.einsum(
+      "...i,io->...o", x, jnp.asarray(swap, x.dtype), precision=jax.lax.Precision.HIGHEST,
+      preferred_element_type=jnp.float32,
+  )  # fmt: skip
+  front = [(0, 0)] * (cos.ndim - 1) + [(h - width, 0)]
+  cos = jnp.pad(jnp.repeat(cos, 2, axis=-1), front, constant_values=1.0)
+  sin = jnp.pad(jnp.repeat(sin, 2, axis=-1), front)
+  return (x.astype(jnp.float32) * cos + other * sin).astype(x.dtype)

@@ -10,15 +10,20 @@ from jaxtyping import Array, Float, Int
 
 from deepseek_jax.cache import Cache, Table, ring_positions
 from deepseek_jax.config import ComputeConfig, ModelConfig
+from deepseek_jax.nn import one_row
 from deepseek_jax.nn.attention import Context, Pass, Published
 from deepseek_jax.nn.block import Block, LayerOut
 from deepseek_jax.nn.compressor import Entries
 from deepseek_jax.nn.hyper_connections import Site, Stream
 from deepseek_jax.nn.joint_attention import WindowKeys, row_kernels
 from deepseek_jax.nn.layers import Linear, RMSNorm, normal
+from deepseek_jax.nn.moe import Bank
 from deepseek_jax.nn.rows import Rows
 from deepseek_jax.quant import QuantPlan
 from deepseek_jax.schedule import Mode, Schedule
+from pallas_kernels import dispatch
+from pallas_kernels.decode_layer import op as layer_op
+from pallas_kernels.grouped_experts import op as grouped_experts_op
 
 _PLAIN = Pass()
 
@@ -285,11 +290,23 @@ class Transformer(nnx.Module):
     rings = past.kv if isinstance(past.kv, Table) else None
     layers = block, self._following(number), rings
 
-    def layer(one, following, ring, stream, shared):
-      own = past if ring is None else past._replace(kv=ring)
-      return one(stream, following, ctx, own, shared, how)
+    weights = self._in_place(block, stream) if how.windows and not how.trace else None
 
-    if self.compute.remat != "none":
+    def layer(one, following, ring, number, stream, shared):
+      own = past if ring is None else past._replace(kv=ring)
+      bank = None if weights is None else Bank(*weights, number)
+      return one(stream, following, ctx, own, shared, how, bank)
+
+    if one_row.takes(block, stream, past, shared, how):
+      prepared = one_row.Prepared.of(block, ctx, past)
+      chosen = None if block.spec.selects else one_row.Chosen.of(shared)
+
+      def layer(one, following, ring, number, stream, shared):
+        return one_row.layer(
+            block, one, number, stream, following, ctx, rings, shared, prepared, chosen, how
+        )
+
+    elif self.compute.remat != "none":
       policy = {
           "layer": jax.checkpoint_policies.nothing_saveable,
           "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
@@ -301,13 +318,29 @@ class Transformer(nnx.Module):
         stream, _, out = layer(*x, stream, shared)
         return stream, out
 
-      stream, stacked = jax.lax.scan(body, stream, layers)
+      stream, stacked = jax.lax.scan(body, stream, (*layers, jnp.arange(len(run))))
       return stream, shared, [jax.tree.map(lambda a, i=i: a[i], stacked) for i in range(len(run))]
     outs = []
     for i in range(len(run)):
-      stream, shared, out = layer(*_layer(layers, i), stream, shared)
+      stream, shared, out = layer(*_layer(layers, i), jnp.int32(i), stream, shared)
       outs.append(out)
     return stream, shared, outs
+
+  def _in_place(self, block: Block, stream: Stream) -> tuple | None:
+    """What of a `Bank` a run has, if its mixture is computed by kernels in place; see `one_row`."""
+    mesh, f = jax.sharding.get_abstract_mesh(), block.ffn
+    if not mesh.empty and mesh.size > 1:
+      return None
+    (b, t, d), dtype = stream.u.shape, stream.u.dtype
+    w1, gate = f.experts.w1.weight, f.gate.weight
+    refusal = layer_op.route_refusal((b * t, d), dtype, gate.shape[1], f.gate.active)
+    refusal = refusal or grouped_experts_op.refusal(dtype, w1.shape[2], d)
+    refusal = refusal or (f"experts are {w1.dtype}, rows {dtype}" if w1.dtype != dtype else None)
+    asked = None if refusal else self.compute.implementation
+    if dispatch.resolve(asked, grouped_experts_op.AVAILABLE, refusal) != "pallas":
+      return None
+    norm, bias = block.ffn_norm.weight[...][:, None], f.gate.bias[...][..., None]
+    return norm, gate[...], bias, f.experts.weights(dtype)
 
 
 def stored_entries(cache: Cache, source: int, m: int) -> Entries:
