@@ -6,8 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas import tpu as pltpu
 
 from deepseek_jax.quant import QuantPlan, fake_quant
+from pallas_kernels import dispatch
 from pallas_kernels.quantize import op
 from pallas_kernels.quantize.formats import FORMATS
 
@@ -114,3 +116,21 @@ class TestFakeQuant:
         ValueError, match=r"index='fp5' is no storage format: allowed are None, 'fp4"
     ):
       fake_quant(jnp.zeros((2, 32)), "fp5", component="index")
+
+
+@pytest.mark.parametrize(
+    ("name", "width"), [("fp8_e4m3_e8m0_32", 512), ("mxfp4", 128), ("fp4_e2m1_e4m3_16", 512)]
+)
+def test_whole_blocks_of_rows_go_through_the_kernels_of_the_cache_on_a_tpu(
+    monkeypatch, name, width
+):
+  """Bit for bit, with zeros, ties and large values; gradients pass straight through."""
+  x = normal((2, 128, width)) * np.float32(2.0) ** np.arange(-64, 64)[:, None]
+  x[0, 0], x[1, 3] = 0, np.round(x[1, 3] * 4) / 4
+  x = jnp.asarray(x, jnp.bfloat16)
+  expected = fake_quant(x, name)
+  monkeypatch.setattr(dispatch, "platform", lambda: "tpu")
+  with pltpu.force_tpu_interpret_mode():
+    own, pull = jax.vjp(lambda x: fake_quant(x, name), x)
+  np.testing.assert_array_equal(own, expected)
+  np.testing.assert_array_equal(pull(x)[0], x)

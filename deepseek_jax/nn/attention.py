@@ -33,7 +33,8 @@ class Context(NamedTuple):
 
   @classmethod
   def of(cls, rows: Rows, config: ModelConfig) -> "Context":
-    return cls(rows, tuple(rotation(rows.positions, frequencies(config, m)) for m in (0, 1)))
+    tables = (rotation(rows.positions, frequencies(config, m)) for m in (0, 1))
+    return cls(rows, tuple(table.widened(config.head_dim) for table in tables))
 
 
 class Published(NamedTuple):

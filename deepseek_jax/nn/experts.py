@@ -198,9 +198,9 @@ def stacked_sum(
   number = jnp.arange(ids.size, dtype=jnp.int32)
   flat = ids.reshape(-1)
   _, order, scale = lax.sort((flat, number, weights.reshape(-1)), num_keys=1)
-  places = lax.sort((order, number), num_keys=1)[1].reshape(ids.shape)
+  places = lax.sort((order, number), num_keys=1)[1]
   y = grouped_experts(
       x[order % x.shape[0]], scale, _sizes(flat, w.w1.shape[1]), layer, *w, limit=limit,
       implementation="pallas",
   )  # fmt: skip
-  return sum(y[own].astype(jnp.float32) for own in places)
+  return jnp.sum(y[places].reshape(*ids.shape, -1).astype(jnp.float32), axis=0)

@@ -115,7 +115,7 @@ class SharedExpert(nnx.Module):
     self.w3 = Linear(stack, d, f, rngs=rngs, dtype=dtype)
     self.limit = config.swiglu_limit
 
-  def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+  def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
     return self.w2(experts.swiglu(self.w1(x), self.w3(x), self.limit).astype(x.dtype))
 
 

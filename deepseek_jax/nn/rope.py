@@ -13,10 +13,24 @@ from pallas_kernels import dispatch
 
 
 class Rotation(NamedTuple):
-  """cos and sin of position · frequency, one column a channel pair."""
+  """cos and sin of position · frequency, one column a channel pair.
+
+  `wide` is what `_rotate_by_product` multiplies, made once for all layers; None: made when needed.
+  """
 
   cos: Float[Array, "B T R2"]
   sin: Float[Array, "B T R2"]
+  wide: tuple[Float[Array, "B T H"], Float[Array, "B T H"]] | None = None
+
+  def widened(self, width: int) -> "Rotation":
+    """With `wide` for heads of up to `width` channels, where it is of use."""
+    if dispatch.platform() != "tpu":
+      return self
+    front = ((0, 0), (0, 0), (width - 2 * self.cos.shape[-1], 0))
+    cos = jnp.pad(jnp.repeat(self.cos, 2, axis=-1), front, constant_values=1.0)
+    sin = jnp.pad(jnp.repeat(self.sin, 2, axis=-1), front)
+    # A barrier: XLA would make them again in every layer.
+    return self._replace(wide=jax.lax.optimization_barrier((cos, sin)))
 
 
 def frequencies(config: ModelConfig, ratio: int) -> np.ndarray:
@@ -56,13 +70,13 @@ def rotate(
     x: Float[Array, "B T ... H"], table: Rotation, *, inverse: bool = False
 ) -> Float[Array, "B T ... H"]:
   """Rotates the last R channels of x as adjacent pairs, in f32; `inverse` turns back."""
+  if dispatch.platform() == "tpu":
+    return _rotate_by_product(x, table, inverse)
   width = 2 * table.cos.shape[-1]
   shape = table.cos.shape[:2] + (1,) * (x.ndim - 3) + (width // 2,)
   cos, sin = table.cos.reshape(shape), table.sin.reshape(shape)
   if inverse:
     sin = -sin
-  if dispatch.platform() == "tpu":
-    return _rotate_by_product(x, cos, sin)
   pairs = x[..., -width:].astype(jnp.float32).reshape(*x.shape[:-1], width // 2, 2)
   even, odd = pairs[..., 0], pairs[..., 1]
   turned = jnp.stack([even * cos - odd * sin, even * sin + odd * cos], axis=-1)
@@ -71,22 +85,23 @@ def rotate(
 
 
 def _rotate_by_product(
-    x: Float[Array, "B T ... H"], cos: Float[Array, "B T ... R2"], sin: Float[Array, "B T ... R2"]
+    x: Float[Array, "B T ... H"], table: Rotation, inverse: bool
 ) -> Float[Array, "B T ... H"]:
   """`rotate` as x · cos + x' · sin over all channels; x' swaps pairs, as a product with signs.
 
   A TPU lays out an axis of pairs anew, several copies a rotation. The product is exact: a sum of
   one channel and zeros. A NaN or an infinity reaches all rotated channels of its row.
   """
-  width, h = 2 * cos.shape[-1], x.shape[-1]
+  width, h = 2 * table.cos.shape[-1], x.shape[-1]
   swap = np.zeros((h, h), np.float32)
-  even = np.arange(h - width, h, 2)
-  swap[even + 1, even], swap[even, even + 1] = -1, 1
+  even, sign = np.arange(h - width, h, 2), -1 if inverse else 1
+  swap[even + 1, even], swap[even, even + 1] = -sign, sign
   other = jnp.einsum(
       "...i,io->...o", x, jnp.asarray(swap, x.dtype), precision=jax.lax.Precision.HIGHEST,
       preferred_element_type=jnp.float32,
   )  # fmt: skip
-  front = [(0, 0)] * (cos.ndim - 1) + [(h - width, 0)]
-  cos = jnp.pad(jnp.repeat(cos, 2, axis=-1), front, constant_values=1.0)
-  sin = jnp.pad(jnp.repeat(sin, 2, axis=-1), front)
+  if table.wide is None or h > table.wide[0].shape[-1]:
+    table = table.widened(h)
+  shape = (*table.cos.shape[:2], *(1,) * (x.ndim - 3), h)
+  cos, sin = (a[..., -h:].reshape(shape) for a in table.wide)
   return (x.astype(jnp.float32) * cos + other * sin).astype(x.dtype)

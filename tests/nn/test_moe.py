@@ -8,9 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.experimental.pallas import tpu as pltpu
 
 from deepseek_jax.nn import experts
-from deepseek_jax.nn.moe import Gate, MoE, SharedExpert, balance
+from deepseek_jax.nn.layers import rms_norm
+from deepseek_jax.nn.moe import Bank, Gate, MoE, SharedExpert, balance
 
 
 def make(cls, config, filled, weights):
@@ -185,3 +187,22 @@ def test_padding_reaches_no_expert_and_balance_trains_the_router_alone(golden_co
   by_balance = nnx.to_flat_state(nnx.state(first[1]))
   moved = {".".join(map(str, path)) for path, g in by_balance if np.any(g[...])}
   assert moved == {"gate.weight"}
+
+
+def test_weights_read_in_the_stack_of_a_run(golden_config):
+  """Router and experts of layer 1 of 2 by kernels; padding visits no expert."""
+  config = dataclasses.replace(golden_config, hidden_size=128, moe_intermediate_size=128)
+  moe = MoE((2,), config, rngs=nnx.Rngs(0), dtype=np.float32)
+  moe.gate.bias[...] = jax.random.normal(jax.random.key(1), moe.gate.bias.shape)
+  norm = 1 + 0.1 * jax.random.normal(jax.random.key(2), (2, 128))
+  u = jax.random.normal(jax.random.key(3), (2, 64, 128))
+  valid = np.arange(64)[None] < np.array([64, 50])[:, None]
+  one = jax.tree.map(lambda a: a[1], moe)
+  expected = one(rms_norm(u, norm[1], 1e-20), jnp.asarray(valid))[0]
+  bank = Bank(
+      norm[:, None], moe.gate.weight[...], moe.gate.bias[...][..., None],
+      moe.experts.weights(np.float32), jnp.int32(1),
+  )  # fmt: skip
+  with pltpu.force_tpu_interpret_mode():
+    own = one.in_place(u, jnp.asarray(valid), bank, 1e-20)
+  np.testing.assert_allclose(own, expected, atol=2e-5 * np.abs(expected).max())

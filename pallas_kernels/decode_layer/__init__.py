@@ -1,0 +1,1 @@
+"""The projections and experts of a decoder layer for one row a request."""
