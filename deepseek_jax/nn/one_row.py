@@ -104,7 +104,7 @@ def takes(block: Block, stream: Stream, past: WindowKeys, shared: Published, how
   c, ring = block.config, past.kv
   if stream.x.shape[1] != 1 or not block.spec.ratio or not isinstance(ring, Table) or how.trace:
     return False
-  if ring.layout.words != WINDOW.words or how.index_loss:
+  if ring.layout.format != WINDOW.format or how.index_loss:
     return False
   if any(m.weight.dtype != stream.x.dtype for m in (block.attn_norm, block.attn.wq_a)):
     return False
