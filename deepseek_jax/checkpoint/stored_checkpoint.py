@@ -2,6 +2,7 @@
 
 import json
 import pathlib
+from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
@@ -27,9 +28,11 @@ def load_model(
     ValueError: no checkpoint, or none that is whole.
   """
   checkpoints = training.open_workdir(directory)
+  record = _record(checkpoints)
+  if record is None or not any(name.endswith(".codes") for name in record["arrays"]):
+    checkpoints.close()
+    return training.load_model(directory)
   config = build(Config, json.loads(checkpoints.config()))
-  steps = checkpoints.steps()
-  record = ArrayReader(checkpoints.directory / str(steps[-1])).record
   planned = released_export.saved_plan(config, record)
   restored = checkpoints.restore({"params": planned})
   checkpoints.close()
@@ -38,3 +41,12 @@ def load_model(
     state = dequantised(state, jnp.dtype(config.compute.param_dtype))
   graph = nnx.split(conversion.abstract_model(config))[0]
   return config, nnx.merge(graph, state), restored.step
+
+
+def _record(checkpoints: training.Checkpoints) -> dict[str, Any] | None:
+  """Of the newest step, if it is whole."""
+  steps = checkpoints.steps()
+  try:
+    return ArrayReader(checkpoints.directory / str(steps[-1])).record if steps else None
+  except training.DamagedError:
+    return None
