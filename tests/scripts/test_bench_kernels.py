@@ -40,7 +40,9 @@ def test_json_of_one_kernel():
     assert row["hbm_bytes"] == 288 + 1024
     chip = CHIPS[row["generation"]]
     assert row["roofline_cycles"] == pytest.approx(1312 / chip.bytes_per_cycle, rel=1e-3)
-    assert row["roofline_cycles"] < row["cycles_issue"] <= row["cycles_latency"]
+    assert 0 < row["cycles_issue"] <= row["cycles_latency"]
+    # Cycles do not wait for DMAs: the kernel may issue faster than HBM delivers.
+    assert (row["binds"] == "HBM") == (row["cycles_latency"] < row["roofline_cycles"])
     assert row["temp_bytes"] == 0
     assert row["unknown"] == []
 
