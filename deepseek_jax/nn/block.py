@@ -86,6 +86,10 @@ class Block(nnx.Module):
     """Parameters of "attn" or "ffn"."""
     return Site(*(getattr(self, f"hc_{name}_{part}")[...] for part in Site._fields))
 
+  def bank(self, s: Stream) -> Bank | None:
+    """Of a stacked run: what its mixtures read in place, if kernels take them."""
+    return self.ffn.bank(self.ffn_norm.weight[...], s.u)
+
   def remember(self, s: Stream, ngrams: Int[Array, "B T n"]) -> Stream:
     """The stream after this layer's Engram; comes before `publish` and the call."""
     with jax.named_scope("engram"):

@@ -12,6 +12,7 @@ from deepseek_jax.nn import experts
 from deepseek_jax.nn.layers import Linear, constant, normal
 from pallas_kernels import dispatch
 from pallas_kernels.decode_layer import op as layer_op
+from pallas_kernels.grouped_experts import op as grouped_experts
 
 
 class Routing(NamedTuple):
@@ -44,7 +45,7 @@ class Bank(NamedTuple):
   gate: Float[Array, "n E D"]
   bias: Float[Array, "n E 1"]
   experts: experts.ExpertWeights
-  layer: Int[Array, ""]
+  layer: Int[Array, ""] | int
 
 
 class Gate(nnx.Module):
@@ -147,6 +148,21 @@ class MoE(nnx.Module):
       routed = experts.expert_sum(self.limit, experts.block_size(ids.size, count), *args)
     out = routed.reshape(x.shape) + self.shared_experts(x).astype(jnp.float32)
     return out.astype(x.dtype), balance(routing, valid)
+
+  def bank(self, norm: Float[Array, "n D"], u: Float[Array, "B T D"]) -> Bank | None:
+    """Of a stacked run at its first layer, if `in_place` takes rows like u; see `one_row`."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if not mesh.empty and mesh.size > 1:
+      return None
+    (b, t, d), w1, gate = u.shape, self.experts.w1.weight, self.gate.weight
+    refusal = layer_op.route_refusal((b * t, d), u.dtype, gate.shape[1], self.gate.active)
+    refusal = refusal or grouped_experts.refusal(u.dtype, w1.shape[2], d)
+    refusal = refusal or (f"experts are {w1.dtype}" if w1.dtype != u.dtype else None)
+    asked = None if refusal else self.implementation
+    if dispatch.resolve(asked, grouped_experts.AVAILABLE, refusal) != "pallas":
+      return None
+    bias = self.gate.bias[...][..., None]
+    return Bank(norm[:, None], gate[...], bias, self.experts.weights(u.dtype), 0)
 
   def in_place(
       self, u: Float[Array, "B T D"], valid: Bool[Array, "B T"], bank: Bank, eps: float

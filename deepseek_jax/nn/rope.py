@@ -90,7 +90,9 @@ def _rotate_by_product(
   """`rotate` as x · cos + x' · sin over all channels; x' swaps pairs, as a product with signs.
 
   A TPU lays out an axis of pairs anew, several copies a rotation. The product is exact: a sum of
-  one channel and zeros. A NaN or an infinity reaches all rotated channels of its row.
+  one channel and zeros. Over the last 128 channels alone it multiplies less and costs slices: 86
+  kernels in a Reuse layer of a prefill chunk instead of 78. A NaN or an infinity reaches all
+  rotated channels of its row.
   """
   width, h = 2 * table.cos.shape[-1], x.shape[-1]
   swap = np.zeros((h, h), np.float32)

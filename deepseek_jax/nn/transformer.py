@@ -17,13 +17,9 @@ from deepseek_jax.nn.compressor import Entries
 from deepseek_jax.nn.hyper_connections import Site, Stream
 from deepseek_jax.nn.joint_attention import WindowKeys, row_kernels
 from deepseek_jax.nn.layers import Linear, RMSNorm, normal
-from deepseek_jax.nn.moe import Bank
 from deepseek_jax.nn.rows import Rows
 from deepseek_jax.quant import QuantPlan
 from deepseek_jax.schedule import Mode, Schedule
-from pallas_kernels import dispatch
-from pallas_kernels.decode_layer import op as layer_op
-from pallas_kernels.grouped_experts import op as grouped_experts_op
 
 _PLAIN = Pass()
 
@@ -290,12 +286,13 @@ class Transformer(nnx.Module):
     rings = past.kv if isinstance(past.kv, Table) else None
     layers = block, self._following(number), rings
 
-    weights = self._in_place(block, stream) if how.windows and not how.trace else None
+    # Without a cache there may be a gradient, which the kernels that read in place do not have.
+    bank = block.bank(stream) if how.windows and not how.trace else None
 
     def layer(one, following, ring, number, stream, shared):
       own = past if ring is None else past._replace(kv=ring)
-      bank = None if weights is None else Bank(*weights, number)
-      return one(stream, following, ctx, own, shared, how, bank)
+      at = None if bank is None else bank._replace(layer=number)
+      return one(stream, following, ctx, own, shared, how, at)
 
     if one_row.takes(block, stream, past, shared, how):
       prepared = one_row.Prepared.of(block, ctx, past)
@@ -325,22 +322,6 @@ class Transformer(nnx.Module):
       stream, shared, out = layer(*_layer(layers, i), jnp.int32(i), stream, shared)
       outs.append(out)
     return stream, shared, outs
-
-  def _in_place(self, block: Block, stream: Stream) -> tuple | None:
-    """What of a `Bank` a run has, if its mixture is computed by kernels in place; see `one_row`."""
-    mesh, f = jax.sharding.get_abstract_mesh(), block.ffn
-    if not mesh.empty and mesh.size > 1:
-      return None
-    (b, t, d), dtype = stream.u.shape, stream.u.dtype
-    w1, gate = f.experts.w1.weight, f.gate.weight
-    refusal = layer_op.route_refusal((b * t, d), dtype, gate.shape[1], f.gate.active)
-    refusal = refusal or grouped_experts_op.refusal(dtype, w1.shape[2], d)
-    refusal = refusal or (f"experts are {w1.dtype}, rows {dtype}" if w1.dtype != dtype else None)
-    asked = None if refusal else self.compute.implementation
-    if dispatch.resolve(asked, grouped_experts_op.AVAILABLE, refusal) != "pallas":
-      return None
-    norm, bias = block.ffn_norm.weight[...][:, None], f.gate.bias[...][..., None]
-    return norm, gate[...], bias, f.experts.weights(dtype)
 
 
 def stored_entries(cache: Cache, source: int, m: int) -> Entries:

@@ -156,9 +156,9 @@ def mixture(
   weight of its choice or 0, applied before w2. Sums are f32 and are rounded once.
 
   Args:
-    u: as in `latents`.
+    u: as in `project`.
     live: not 0 where a row visits routed experts.
-    layer: as in `latents`.
+    layer: as in `project`.
     norm: of u.
     gate: of the router; affinity √softplus.
     bias: f32, of the choice alone; ties go to the lowest expert.

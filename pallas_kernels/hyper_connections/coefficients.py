@@ -80,6 +80,62 @@ def block_diagonal(c_ref, spread_ref, weights, outputs):
       weights[g, k * GROUP : (k + 1) * GROUP] = own.astype(weights.dtype)
 
 
+class Streams(NamedTuple):
+  """What `mix_chunk` reads and writes, refs of a block of tokens; None where a pass has none.
+
+  Attributes:
+    x: streams, [block, MD].
+    y: result of the sub-layer, [block, D]; None: streams stay.
+    xo: new streams.
+    u: their collapse, [block, D]; None: no sub-layer follows.
+    wide: coefficients over lanes, [2M, block, LANES].
+    weights: of `block_diagonal`.
+    square: sums of squares, [block, LANES].
+  """
+
+  x: jax.Array
+  y: jax.Array | None
+  xo: jax.Array
+  u: jax.Array | None
+  wide: jax.Array
+  weights: jax.Array
+  square: jax.Array | None
+
+
+def mix_chunk(r: Streams, at, i, width: int, m: int):
+  """Chunk i of `width` channels: new streams, their collapse and squares.
+
+  `at(k, i, size, l)` are `size` channels of stream k from tile l of the chunk on.
+  """
+  f32 = jnp.float32
+  for g in range(r.weights.shape[0]):
+    rows = slice(g * GROUP, (g + 1) * GROUP)
+    if r.y is not None:
+      xs = [r.x[rows, at(k, i)] for k in range(m)]
+      xs = xs if r.x.dtype == f32 else xs + xs
+      new = product(r.weights[g], jnp.concatenate(xs, 0), ((1,), (0,)))
+    total = None if r.u is None else r.square[rows]
+    for l in range(width // LANES):
+      one = at(0, i, LANES, l)
+      y = None if r.y is None else r.y[rows, one].astype(f32)
+      u = 0.0
+      for k in range(m):
+        here = at(k, i, LANES, l)
+        if r.y is not None:
+          v = r.wide[m + k, rows] * y
+          v = v + new[k * GROUP : (k + 1) * GROUP, l * LANES : (l + 1) * LANES]
+          r.xo[rows, here] = v.astype(r.xo.dtype)
+        else:
+          v = r.x[rows, here].astype(f32)
+        if r.u is not None:
+          total = total + v * v
+          u = u + r.wide[k, rows] * v
+      if r.u is not None:
+        r.u[rows, one] = u.astype(r.u.dtype)
+    if r.u is not None:
+      r.square[rows] = total
+
+
 def _row_sums(x, m, eps):
   """Over the m rows of a matrix row, which repeat 8 / m times, and eps."""
   for shift in (2, 1)[2 - (m.bit_length() - 1) : -1]:

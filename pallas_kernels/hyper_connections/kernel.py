@@ -39,8 +39,8 @@ def _body(*refs, s: Sizes, steps: int, update: bool, project: bool, saves: bool)
   # [block, LANES], [TERMS * SLOT, block], [2M, block], [M, 8, block].
   wide, weights = take(2)
   parts, square, logits, gates, mix = take(5, project)
-  step, m, f32 = pl.program_id(1), s.m, jnp.float32
-  exact = x_ref.dtype == f32
+  step, m = pl.program_id(1), s.m
+  exact = x_ref.dtype == jnp.float32
   chunks = s.d // s.width
   count = -(-(s.iterations - 1) // chunks)
 
@@ -56,32 +56,10 @@ def _body(*refs, s: Sizes, steps: int, update: bool, project: bool, saves: bool)
       square[...] = jnp.zeros_like(square)
       logits[...] = jnp.zeros_like(logits)
 
+  refs = coefficients.Streams(x_ref, y_ref, xo_ref, u_ref, wide, weights, square)
+
   def mixed(i):
-    for g in range(s.block // GROUP):
-      rows = slice(g * GROUP, (g + 1) * GROUP)
-      if update:
-        xs = [x_ref[rows, stream(k, i)] for k in range(m)]
-        new = product(weights[g], jnp.concatenate(xs if exact else xs + xs, 0), ((1,), (0,)))
-      total = square[rows] if project else None
-      for l in range(s.width // LANES):
-        one = stream(0, i, LANES, l)
-        y = y_ref[rows, one].astype(f32) if update else None
-        u = 0.0
-        for k in range(m):
-          at = stream(k, i, LANES, l)
-          if update:
-            v = wide[m + k, rows] * y
-            v = v + new[k * GROUP : (k + 1) * GROUP, l * LANES : (l + 1) * LANES]
-            xo_ref[rows, at] = v.astype(xo_ref.dtype)
-          else:
-            v = x_ref[rows, at].astype(f32)
-          if project:
-            total = total + v * v
-            u = u + wide[k, rows] * v
-        if project:
-          u_ref[rows, one] = u.astype(u_ref.dtype)
-      if project:
-        square[rows] = total
+    coefficients.mix_chunk(refs, stream, i, s.width, m)
 
   def projected(i):
     each = (

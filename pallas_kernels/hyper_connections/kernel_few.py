@@ -49,7 +49,7 @@ def _body(*refs, s: Sizes, width: int, update: bool, project: bool, saves: bool)
   u_ref, fn_ref = take(2, project)
   wide, weights = take(2)
   square, logits, gates, mix = take(4, project)
-  m, f32, exact = s.m, jnp.float32, x_ref.dtype == jnp.float32
+  m, exact = s.m, x_ref.dtype == jnp.float32
   chunks, groups = s.d // width, s.block // GROUP
 
   def at(k, i, size=width, l=0):
@@ -77,31 +77,7 @@ def _body(*refs, s: Sizes, width: int, update: bool, project: bool, saves: bool)
       for i in range(first, last):
         function(i)
 
-  def mixed(i):
-    for g in range(groups):
-      rows = slice(g * GROUP, (g + 1) * GROUP)
-      if update:
-        xs = [x_ref[rows, at(k, i)] for k in range(m)]
-        new = product(weights[g], jnp.concatenate(xs if exact else xs + xs, 0), ((1,), (0,)))
-      total = square[rows] if project else None
-      for l in range(width // LANES):
-        y = y_ref[rows, at(0, i, LANES, l)].astype(f32) if update else None
-        u = 0.0
-        for k in range(m):
-          here = at(k, i, LANES, l)
-          if update:
-            v = wide[m + k, rows] * y
-            v = v + new[k * GROUP : (k + 1) * GROUP, l * LANES : (l + 1) * LANES]
-            xo_ref[rows, here] = v.astype(xo_ref.dtype)
-          else:
-            v = x_ref[rows, here].astype(f32)
-          if project:
-            total = total + v * v
-            u = u + wide[k, rows] * v
-        if project:
-          u_ref[rows, at(0, i, LANES, l)] = u.astype(u_ref.dtype)
-      if project:
-        square[rows] = total
+  streams = coefficients.Streams(x_ref, y_ref, xo_ref, u_ref, wide, weights, square)
 
   def projected(i):
     total = 0.0
@@ -128,7 +104,7 @@ def _body(*refs, s: Sizes, width: int, update: bool, project: bool, saves: bool)
   def chunk(i, before: bool = True):
     for copy in arrivals(i):
       copy.wait()
-    mixed(i)
+    coefficients.mix_chunk(streams, at, i, width, m)
     # The product of the chunk before needs nothing of this one.
     if before and project:
       projected(i - 1)

@@ -31,8 +31,6 @@ def _scoring(name, batch, rows, entries, kernel, pool=0):
       flops=2 * batch * rows * scored * HEADS * WIDTH,
       sizes=dict(batch=batch, rows=rows, entries=entries, pool=pool),
       operands=lambda: {kernel: {0: full(entries), 1: full(pool)} if pool else {0: full(entries)}},
-      # Loops that mark NaN keys, which the vector unit asks for.
-      trips={"index_scores": {1: 1}, "index_scores_rows": {3: 1}},
       peer=_peer("scores", entries, batch) if rows == 1 and not pool else None,
       reference=False,
   )
