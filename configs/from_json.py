@@ -10,7 +10,7 @@ import dataclasses
 import ml_collections
 from ml_collections import config_dict
 
-from deepseek_jax.config import read_released
+from deepseek_jax.model_config import read_released
 
 
 def get_config(path: str) -> ml_collections.ConfigDict:

@@ -1,8 +1,8 @@
 """The bill of a model: parameters, cache bytes and FLOPs, by part (spec 1.2, 8.2, 15).
 
-Parameters and linear FLOPs come from the shapes that the model allocates, cache bytes from the
-storage formats, attention and index FLOPs from one `Layer` record a layer. Baselines are tuples of
-the same records.
+Parameters and linear FLOPs come from the shapes that the model allocates (of an Engram table only
+the rows that are read count), cache bytes from the storage formats, attention and index FLOPs from
+one `Layer` record a layer. Baselines are tuples of the same records.
 
 A multiply-add is two FLOPs, here and in the "G-equivalents" of spec 15. Counted are the products
 that a row needs: linears with active experts only, logits and values of the keys that it may see,
@@ -221,7 +221,8 @@ class Ledger:
         of the `Transformer` gives them; a run's first axis is its layers.
 
     Raises:
-      ValueError: a path that belongs to no part, or a run with another number of layers.
+      ValueError: a path that belongs to no part, a run with another number of layers, or a table
+        of a layer without Engram.
     """
     schedule = Schedule.from_config(config)
     weights = []
@@ -379,6 +380,10 @@ def _weights(
           f"shape of {path} is {shape}; its first axis must be the {len(specs)} layers of its run"
       )
     size //= len(specs)
+    if name == "engram.embed.weight":
+      if specs[0].engram is None:
+        raise ValueError(f"parameter {path} is of layer {specs[0].layer}, which has no Engram")
+      size = size // shape[1] * config.engram_num_embeddings[specs[0].engram]
   found = next((p for p in _PARTS if name.startswith(p[0])), None)
   if found is None:
     raise ValueError(f"parameter {path} belongs to no part of the model that the ledger knows")

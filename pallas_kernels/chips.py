@@ -21,6 +21,7 @@ class Chip:
       cycles and unit.
     bf16_vectors: the vector unit computes in bf16.
     float4_casts: kernels may cast from and to float4_e2m1fn.
+    network_bandwidth: bytes per second that the device sends to others of its slice, and receives.
   """
 
   name: str
@@ -32,6 +33,7 @@ class Chip:
   clock: float
   bf16_vectors: bool
   float4_casts: bool
+  network_bandwidth: float
 
   @property
   def bytes_per_cycle(self) -> float:
@@ -53,10 +55,10 @@ _MIB = 1 << 20
 CHIPS = {
     chip.name: chip
     for chip in (
-        Chip("v5e", 1, 128 * _MIB, 16 * 10**9, 819e9, 197e12, 1.503e9, False, False),
-        Chip("v5p", 2, 64 * _MIB, 95 * 10**9, 2765e9, 459e12, 1.751e9, False, False),
-        Chip("v6e", 1, 128 * _MIB, 32 * 10**9, 1640e9, 918e12, 1.751e9, True, False),
-        Chip("tpu7x", 1, 64 * _MIB, 96 * 10**9, 3685e9, 1153.5e12, 2.2e9, True, True),
+        Chip("v5e", 1, 128 * _MIB, 16 * 10**9, 819e9, 197e12, 1.503e9, False, False, 200e9),
+        Chip("v5p", 2, 64 * _MIB, 95 * 10**9, 2765e9, 459e12, 1.751e9, False, False, 600e9),
+        Chip("v6e", 1, 128 * _MIB, 32 * 10**9, 1640e9, 918e12, 1.751e9, True, False, 400e9),
+        Chip("tpu7x", 1, 64 * _MIB, 96 * 10**9, 3685e9, 1153.5e12, 2.2e9, True, True, 300e9),
     )
 }
 

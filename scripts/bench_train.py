@@ -45,9 +45,10 @@ from flax import nnx
 from deepseek_jax import cli
 from deepseek_jax import config as configuration
 from deepseek_jax import tokenizer as tok
-from deepseek_jax.checkpoint import released
+from deepseek_jax.ledger import Ledger
 from deepseek_jax.nn.rows import Rows
 from deepseek_jax.nn.transformer import Transformer
+from deepseek_jax.parameter_paths import path_names
 from deepseek_jax.schedule import Schedule
 from deepseek_jax.train import step
 from deepseek_jax.train.data import Batch
@@ -114,7 +115,7 @@ def useful_flops(config: configuration.Config) -> dict[str, float]:
   totals = collections.Counter(linear=0.0, attention=0.0, index=0.0)
   shapes = jax.tree_util.tree_flatten_with_path(step.abstract_model(config)[1])[0]
   for key, leaf in shapes:
-    path = released.path_names(key)
+    path = path_names(key)
     name = ".".join(path[2:]) if path[0] == "runs" else ".".join(path)
     if name.split(".")[-2:] == ["embed", "weight"] or "norm" in name:
       continue
@@ -271,12 +272,13 @@ def measure(
     found[f"{prefix}tokens_per_second"] = [batch * length / s for s in found[key]]
     reached = flops["total"] / statistics.median(found[key])
     found[f"{prefix}share_of_matmul_rate"] = [reached / rate]
-  shapes = jax.tree.leaves(step.abstract_model(config)[1])
+  leaves = jax.tree_util.tree_flatten_with_path(step.abstract_model(config)[1])[0]
+  shapes = {".".join(path_names(key)): leaf.shape for key, leaf in leaves}
   return found | {
       "matmul_flops_per_second": [rate],
       "batch": batch,
       "length": length,
-      "parameters": sum(leaf.size for leaf in shapes),
+      "parameters": Ledger.of(config.model, shapes).parameters["total"],
       "useful_flops": flops,
   }
 
@@ -357,9 +359,7 @@ def _run(argv: Sequence[str] | None) -> None:
   )
   parser.add_argument("--config", required=True, help="configs/*.py or a released config.json")
   parser.add_argument("--batch", type=int, help="lines; default the config's own, or 2")
-  parser.add_argument(
-      "--length", type=int, help="tokens of a line; default the config's own, or 512"
-  )
+  parser.add_argument("--length", type=int, help="tokens of a line; default likewise, or 512")
   parser.add_argument("--repeats", type=int, default=3, help="processes")
   parser.add_argument("--steps", type=int, default=5, help="timed steps of a process")
   parser.add_argument("--matmul", default="2048,4096", help="sizes of the square products")

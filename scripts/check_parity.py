@@ -263,7 +263,7 @@ def compare_gradients(case: files.Case, quantize: tuple[str, ...]) -> Iterator[F
   value, grads = jax.device_get(_gradient(model, case.ids, case.ngrams))
   if "loss" in golden:
     yield Finding("loss_abs", "loss", max_abs(value, golden["loss"], "loss"), LIMITS["loss"])
-  named = released.to_released(grads, model.schedule)
+  named = released.to_released(grads, model.config)
   for key, name in stored.items():
     if name not in named:
       raise ValueError(f"{key} is stored; the model has no tensor {name}")

@@ -1,23 +1,41 @@
-"""Fine-tunes a configuration: `finetune.py --config=configs/tiny.py --workdir=DIR [--resume]`."""
+"""Fine-tunes a configuration: `finetune.py --config=configs/tiny.py --workdir=DIR [--resume]`.
 
-from absl import flags
+On several hosts the same command runs on each; see docs/pods.md.
+"""
+
+from absl import flags, logging
 
 from deepseek_jax import cli
 
 _CONFIG = cli.config_flag()
 _WORKDIR = flags.DEFINE_string("workdir", None, "Folder of this run alone.")
 _RESUME = flags.DEFINE_bool("resume", False, "Continue from the newest whole checkpoint.")
+_PROFILE = flags.DEFINE_integer("profile", 0, "Steps to trace for xprof.", lower_bound=0)
+_ADDRESS = flags.DEFINE_string(
+    "address", None, "HOST:PORT of process 0; on a Cloud TPU it is found without."
+)
+_PROCESSES = flags.DEFINE_integer("processes", None, "Number of processes.")
+_PROCESS_ID = flags.DEFINE_integer("process_id", None, "Number of this process, from 0.")
+_JOIN_SECONDS = flags.DEFINE_integer("join_seconds", 300, "Timeout for all processes to join.")
+_EXPECT_TPU = flags.DEFINE_bool("expect_tpu", False, "End if JAX finds no TPU.")
 
 
-def main() -> dict:
-  """The run's summary."""
+def main() -> dict | None:
+  """The run's summary, of process 0."""
   if _WORKDIR.value is None:
     raise ValueError("--workdir is missing; give the folder that the run is to fill")
   config = _CONFIG.value
   cli.keep_heap()
-  from deepseek_jax.train import loop  # Bad flags need not wait for JAX.
+  from deepseek_jax import distributed  # Bad flags need not wait for JAX.
+  from deepseek_jax.train import loop
 
-  return loop.run(config, _WORKDIR.value, _RESUME.value)
+  distributed.initialize(
+      _ADDRESS.value, _PROCESSES.value, _PROCESS_ID.value, timeout_seconds=_JOIN_SECONDS.value
+  )
+  logging.info(distributed.environment_check(_EXPECT_TPU.value))
+  with distributed.together():
+    summary = loop.run(config, _WORKDIR.value, _RESUME.value, profile=_PROFILE.value)
+  return summary if distributed.is_main() else None
 
 
 if __name__ == "__main__":

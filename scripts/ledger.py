@@ -38,12 +38,12 @@ def contexts(values: list[str]) -> tuple[int, ...]:
 
 
 def shapes(config) -> dict[str, tuple[int, ...]]:
-  """Shapes of every parameter of the experiment's model, by dotted path."""
+  """Shapes that the experiment's model allocates, by dotted path."""
   import jax
   from flax import nnx
 
-  from deepseek_jax.checkpoint.released import path_names
   from deepseek_jax.nn.transformer import Transformer
+  from deepseek_jax.parameter_paths import path_names
 
   build = lambda: Transformer(config.model, config.compute, rngs=nnx.Rngs(0))
   state = nnx.split(nnx.eval_shape(build))[1]

@@ -8,7 +8,8 @@ import sys
 import pytest
 
 from deepseek_jax import cli
-from deepseek_jax.config import Config, read_released
+from deepseek_jax.config import Config
+from deepseek_jax.model_config import read_released
 
 ROOT = pathlib.Path(__file__).parents[1]
 TINY = str(ROOT / "configs" / "tiny.py")

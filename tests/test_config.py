@@ -8,8 +8,9 @@ import jax
 import pytest
 
 from configs import flash
-from deepseek_jax.config import Config, ModelConfig, read_released
+from deepseek_jax.config import Config, ModelConfig
 from deepseek_jax.fields import build
+from deepseek_jax.model_config import read_released
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
 FLASH = Config.from_config_dict(flash.get_config())

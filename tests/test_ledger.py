@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 
 from deepseek_jax import cli, ledger
 from deepseek_jax.baselines import baselines, linear_macs
-from deepseek_jax.checkpoint.released import path_names
 from deepseek_jax.config import Config
 from deepseek_jax.ledger import Ledger
+from deepseek_jax.nn.engram import allocated_rows
 from deepseek_jax.nn.transformer import Transformer
+from deepseek_jax.parameter_paths import path_names
 
 ROOT = pathlib.Path(__file__).parents[1]
 NAMES = (
@@ -94,10 +95,14 @@ def test_released_parts_are_those_of_the_specification():
 
 
 @every_config
-def test_parts_sum_to_what_is_allocated(name):
+def test_parts_sum_to_what_is_allocated_without_unused_rows(name):
   found = bill(name)
-  allocated = sum(math.prod(shape) for shape in shapes(found.config).values())
-  assert sum(found.parameters_by_part.values()) == found.parameters["total"] == allocated
+  c = found.config
+  allocated = sum(math.prod(shape) for shape in shapes(c).values())
+  unused = sum(allocated_rows(rows) - rows for rows in c.engram_num_embeddings) * c.engram_head_dim
+  assert sum(found.parameters_by_part.values()) == found.parameters["total"] == allocated - unused
+  tables = sum(c.engram_num_embeddings) * c.engram_head_dim
+  assert found.parameters["engram_tables"] == found.parameters_by_part["engram_tables"] == tables
   assert 0 < found.parameters["active_prefill"] < found.parameters["active_decode"]
   assert found.parameters["active_decode"] < found.parameters["backbone"]
 
@@ -342,6 +347,10 @@ def test_a_baseline_that_runs_is_billed_as_the_model_that_runs_it(name):
             "the 1 layers",
         ),
         (lambda: Ledger.of(bill(TINY).config, {"runs.99.attn_sink": (1, 4)}), "the 0 layers"),
+        (
+            lambda: Ledger.of(bill(TINY).config, {"runs.0.engram.embed.weight": (1, 4, 2)}),
+            "layer 0, which has no Engram",
+        ),
     ],
 )
 def test_bad_input_is_refused(call, message):

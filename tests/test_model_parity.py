@@ -13,7 +13,8 @@ from flax import nnx
 
 from deepseek_jax import tokenizer
 from deepseek_jax.checkpoint import released
-from deepseek_jax.config import ComputeConfig, ModelConfig, read_released
+from deepseek_jax.config import ComputeConfig, ModelConfig
+from deepseek_jax.model_config import read_released
 from deepseek_jax.nn.engram import hash_constants, table_rows
 from deepseek_jax.nn.rows import Rows
 from deepseek_jax.nn.transformer import Transformer
@@ -136,7 +137,7 @@ def test_engram_constants_and_hashes(golden, config, inputs):
 def gradients(golden, config, weights, inputs):
   model = loaded(config, weights)
   loss, grads = loss_and_gradient(model, *inputs)
-  return golden("grads_f32"), float(loss), released.to_released(grads, model.schedule)
+  return golden("grads_f32"), float(loss), released.to_released(grads, model.config)
 
 
 @pytest.mark.slow

@@ -1,21 +1,20 @@
 """Arrays of a training checkpoint, a block at a time: Orbax's files without its whole arrays."""
 
 import contextlib
-import hashlib
 import json
 import pathlib
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import tensorstore as ts
 from absl import logging
 
-from deepseek_jax.checkpoint.training import DamagedError
-from deepseek_jax.checkpoint.training import digest as record_digest
+from deepseek_jax.checkpoint import checksum
+from deepseek_jax.checkpoint import record as records
+from deepseek_jax.checkpoint.record import DamagedError
 
 # Of decoded chunks; Orbax may have written an array as a single one.
 _CACHE_BYTES = 512 << 20
@@ -54,14 +53,14 @@ class ArrayWriter:
       self, name: str, shape: tuple[int, ...], dtype: Any, chunk: tuple[int, ...],
       blocks: Iterable[tuple[Index, np.ndarray]],
   ) -> dict[str, Any]:  # fmt: skip
-    """Writes an array and returns its entry of the record: shape, dtype, SHA-256.
+    """Writes an array and returns its entry of the record: shape, dtype, checksum.
 
     Args:
       name: one of the step's arrays; what an earlier run has left of it goes.
       shape: of the array.
       dtype: of the array.
       chunk: shape of a block; one file each.
-      blocks: index and value of every block, in C order.
+      blocks: index and value of every block.
     """
     folder = self._step / "state" / name
     shutil.rmtree(folder, ignore_errors=True)
@@ -75,21 +74,21 @@ class ArrayWriter:
         "store_data_equal_to_fill_value": True,
     }
     store = ts.open(spec, create=True, dtype=str(np.dtype(dtype)), shape=shape).result()
-    digest, pending = hashlib.sha256(), None
+    sums, pending = np.zeros(checksum.LANES, np.uint32), None
     for index, value in blocks:
-      digest.update(np.ascontiguousarray(value).view(np.uint8).data)
+      sums += checksum.of_block(value, index)
       if pending is not None:
         pending.result()
       pending = store[index].write(value)
     if pending is not None:
       pending.result()
-    return {"shape": list(shape), "dtype": str(np.dtype(dtype)), "sha256": digest.hexdigest()}
+    return records.entry(shape, dtype, checksum.spell(sums))
 
   def close(self, body: Mapping[str, Any]) -> None:
     """Writes the record; `body` is what `training.Checkpoints.save` puts there."""
-    record = {"sha256": record_digest(body), "body": body}
+    args = ocp.args.JsonSave(records.seal(body))
     with ocp.Checkpointer(ocp.JsonCheckpointHandler()) as checkpointer:
-      checkpointer.save(self._step / "record", args=ocp.args.JsonSave(record), force=True)
+      checkpointer.save(self._step / "record", args=args, force=True)
 
 
 class ArrayReader:
@@ -102,18 +101,17 @@ class ArrayReader:
     record: what was saved: "step", "config", "iterator" and "arrays".
 
   Raises:
-    training.DamagedError: the record is not whole.
+    record.DamagedError: the record is not whole.
+    record.FormatError: it is of another format.
   """
 
   def __init__(self, step: pathlib.Path):
     self.step = step
     try:
-      found = json.loads((step / "record" / "metadata").read_text(encoding="utf-8"))
-      self.record, digest = found["body"], found["sha256"]
-    except (OSError, ValueError, TypeError, KeyError) as error:
+      text = records.read(step)
+    except (OSError, ValueError) as error:
       raise DamagedError(f"checkpoint {step} has no whole record ({error!r})") from None
-    if digest != record_digest(self.record):
-      raise DamagedError(f"checkpoint {step}: its record does not have its own digest")
+    self.record = records.parse(text, step)
     self._context = ts.Context({"cache_pool": {"total_bytes_limit": _CACHE_BYTES}})
     self._open: dict[str, Any] = {}
 
@@ -121,7 +119,7 @@ class ArrayReader:
     """A block of an array.
 
     Raises:
-      training.DamagedError: its files are not whole.
+      record.DamagedError: its files are not whole.
     """
     try:
       if name not in self._open:
@@ -132,20 +130,16 @@ class ArrayReader:
       raise DamagedError(f"checkpoint {self.step}: array {name} cannot be read ({told})") from None
 
   def verify(self, name: str, indices: Iterable[Index]) -> None:
-    """Reads an array in blocks that tile it in C order.
+    """Reads an array in blocks that tile it.
 
     Raises:
-      training.DamagedError: it is not what was saved.
+      record.DamagedError: it is not what was saved.
     """
-    digest = hashlib.sha256()
+    sums = np.zeros(checksum.LANES, np.uint32)
     for index in indices:
-      digest.update(np.ascontiguousarray(self.read(name, index)).view(np.uint8).data)
+      sums += checksum.of_block(self.read(name, index), index)
     store = self._open[name]
-    found = {
-        "shape": list(store.shape),
-        "dtype": str(jnp.dtype(store.dtype.numpy_dtype)),
-        "sha256": digest.hexdigest(),
-    }
+    found = records.entry(store.shape, store.dtype.numpy_dtype, checksum.spell(sums))
     if found != self.record["arrays"][name]:
       raise DamagedError(f"checkpoint {self.step}: array {name} is not what was saved")
 

@@ -11,17 +11,15 @@ import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
-from deepseek_jax.checkpoint.quantised import Quantised
-from deepseek_jax.checkpoint.released import SKIPPED, path_names, slices
+from deepseek_jax.checkpoint.released import SKIPPED, slices, tensor_shape
 from deepseek_jax.checkpoint.safetensors_file import Tensor
-from deepseek_jax.checkpoint.weight_formats import FP4_ROWS, FP8_ROWS, FP8_TILES, WeightFormat
 from deepseek_jax.nn.transformer import Transformer
+from deepseek_jax.parameter_paths import path_names
+from deepseek_jax.quantised import Quantised
+from deepseek_jax.weight_formats import WeightFormat, storage
 
 # Decides by the path of a parameter whether it stays as stored.
 Keep = Callable[[tuple[str, ...]], bool]
-
-_FP8_LINEAR = frozenset({"wq_a", "wq_b", "wkv", "wo_a", "wo_b"})
-_F32 = frozenset({"attn_sink", "bias", "bias_vl"})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,15 +27,16 @@ class Part:
   """One array of the model's state: a leaf of a plan, and of the template of a checkpoint.
 
   Attributes:
-    path: of the parameter, as `released.path_names` gives it.
+    path: of the parameter, as `path_names` gives it.
     role: "values"; or "codes" or "scales" of a parameter that stays as stored.
-    shape: of the array, leading axes included.
+    shape: of the array, leading axes included. An Engram table has more rows than `released_rows`;
+      the others are zeros.
     dtype: of the array, a numpy dtype.
     sharding: that the array is to have, or None.
     stored: block format of the parameter in the file, or None.
     file_dtype: of the tensor that `names` names.
     names: released name of the weight by leading index: (), (layer,) or (layer, expert).
-    weight: shape of one such weight, decoded.
+    weight: shape of one such weight, decoded, in the file.
   """
 
   path: tuple[str, ...]
@@ -55,6 +54,12 @@ class Part:
     """Number of leading axes."""
     return len(self.shape) - len(self.weight)
 
+  @property
+  def released_rows(self) -> int:
+    """Rows of the array, on its first axis after the leading ones, that the file holds."""
+    scales = self.stored and self.role == "scales"
+    return (self.stored.scale_shape(self.weight) if scales else self.weight)[0]
+
   def tensors(self) -> Iterator[tuple[tuple[int, ...], str, str, tuple[int, ...]]]:
     """(leading index, released name, dtype, shape) of every tensor that the array needs."""
     for at, name in self.names.items():
@@ -68,21 +73,6 @@ class Part:
 def scale_name(name: str) -> str:
   """Released name of the scales that belong to a weight."""
   return name.removesuffix("weight") + "scale"
-
-
-def storage(path: tuple[str, ...]) -> tuple[str, WeightFormat | None]:
-  """File dtype and block format of a released parameter."""
-  rest = path[2:] if path[0] == "runs" else path
-  if rest[:2] == ("ffn", "experts"):
-    return FP4_ROWS.dtype, FP4_ROWS
-  if rest[:2] == ("engram", "embed"):
-    return FP8_ROWS.dtype, FP8_ROWS
-  linear = rest[0] == "attn" and rest[1] in _FP8_LINEAR
-  if linear or rest in (("attn", "indexer", "wq_b", "weight"), ("engram", "wkv", "weight")):
-    return FP8_TILES.dtype, FP8_TILES
-  if rest[:2] == ("ffn", "shared_experts"):
-    return FP8_TILES.dtype, FP8_TILES
-  return ("F32" if rest[-1] in _F32 or rest[-1].startswith("hc_") else "BF16"), None
 
 
 def plan(model: Transformer, keep: Keep = lambda path: False) -> Any:
@@ -103,7 +93,7 @@ def plan(model: Transformer, keep: Keep = lambda path: False) -> Any:
     path = path_names(key_path)
     file_dtype, stored = storage(path)
     names = {at: name for name, at in slices(path, leaf.shape, schedule)}
-    weight = leaf.shape[len(next(iter(names))) :]
+    weight = tensor_shape(path, leaf.shape, model.config)
     if stored and stored.rows == 1 and weight[-1] % stored.columns:
       raise ValueError(
           f"parameter {'.'.join(path)} has {weight[-1]} inputs; {stored.name} needs a multiple of"
@@ -118,7 +108,7 @@ def plan(model: Transformer, keep: Keep = lambda path: False) -> Any:
       return whole
     made = []
     for role, shape, dtype, unit in (
-        ("codes", stored.code_shape(leaf.shape), _code_dtype(stored), (1, stored.per_byte)),
+        ("codes", stored.code_shape(leaf.shape), stored.code_dtype, (1, stored.per_byte)),
         ("scales", stored.scale_shape(leaf.shape), np.uint8, (stored.rows, stored.columns)),
     ):
       split = _split(sharding, leaf.shape, shape, unit)
@@ -128,10 +118,6 @@ def plan(model: Transformer, keep: Keep = lambda path: False) -> Any:
     return Quantised(*made, stored.name)
 
   return jax.tree_util.tree_map_with_path(parts, nnx.split(model)[1])
-
-
-def _code_dtype(stored: WeightFormat) -> Any:
-  return np.int8 if stored.dtype == "I8" else np.uint8
 
 
 def _split(

@@ -47,6 +47,12 @@ def to_released(
     raise ValueError(f"source {source} holds no checkpoint; it must be the workdir of a run")
   reader = ArrayReader(checkpoints.directory / str(steps[-1]))
   config = build(Config, json.loads(reader.record["config"]))
+  adapter = next((name for name in reader.record["arrays"] if ".lora." in name), None)
+  if adapter is not None:
+    raise ValueError(
+        f"source {source} holds adapters ({adapter}); released shards hold none: merge them into"
+        " the weights first, see docs/finetuning.md"
+    )
   planned = saved_plan(config, reader.record)
   arrays = conversion.arrays_of(planned)
   aside = checkpoints.directory.parent / side_files.ASIDE

@@ -71,13 +71,15 @@ def read(shards: Shards, part: Part, index: tuple[slice, ...]) -> np.ndarray:
   Args:
     shards: the checkpoint.
     part: the array.
-    index: a slice without a step for every axis.
+    index: a slice without a step for every axis. Nothing is read of rows that the file does not
+      have; they are zeros, as values and as codes with their scales.
   """
   index = tuple(slice(*s.indices(n)[:2]) for s, n in zip(index, part.shape))
   out = np.empty([s.stop - s.start for s in index], part.dtype)
   lead, inner = index[: part.depth], index[part.depth :]
   for at in itertools.product(*(range(s.start, s.stop) for s in lead)):
     target = out[tuple(i - s.start for i, s in zip(at, lead))]
+    target[max(0, part.released_rows - inner[0].start) :] = 0
     for rows in _row_blocks(inner, part):
       place = target[rows.start - inner[0].start : rows.stop - inner[0].start]
       place[...] = _rows(shards, part, part.names[at], (rows, *inner[1:]))
@@ -85,10 +87,11 @@ def read(shards: Shards, part: Part, index: tuple[slice, ...]) -> np.ndarray:
 
 
 def _row_blocks(inner: tuple[slice, ...], part: Part):
-  """`inner[0]` in pieces that end at multiples of 32, so that no scale is read twice."""
-  step, first, stop = parts.block_rows(part, _BLOCK_BYTES), inner[0].start, inner[0].stop
+  """Released rows of `inner[0]`, cut at multiples of 32 so that no scale is read twice."""
+  step, first = parts.block_rows(part, _BLOCK_BYTES), inner[0].start
+  stop = max(first, min(inner[0].stop, part.released_rows))
   edges = [first, *range((first // step + 1) * step, stop, step), stop]
-  return (slice(a, b) for a, b in itertools.pairwise(edges))
+  return (slice(a, b) for a, b in itertools.pairwise(edges) if a < b)
 
 
 def _rows(shards: Shards, part: Part, name: str, index: tuple[slice, ...]) -> np.ndarray:

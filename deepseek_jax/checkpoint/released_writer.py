@@ -64,8 +64,8 @@ class Weights:
     array, part, at = self._places[name]
     lead, inner = tuple(slice(i, i + 1) for i in at), part.shape[part.depth :]
     step = parts.block_rows(part, _BLOCK_BYTES)
-    for start in range(0, inner[0], step):
-      rows = slice(start, min(start + step, inner[0]))
+    for start in range(0, part.released_rows, step):
+      rows = slice(start, min(start + step, part.released_rows))
       found = self._reader.read(array, (*lead, rows, *map(slice, inner[1:])))
       found = found.reshape(-1, *inner[1:])
       if part.role != "values":

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 from deepseek_jax import tokenizer as tok
 from deepseek_jax.checkpoint import engram_constants
 from deepseek_jax.checkpoint.shards import INDEX, Shards
-from deepseek_jax.config import Config, ModelConfig, read_released
+from deepseek_jax.config import Config, ModelConfig
+from deepseek_jax.model_config import read_released
 
 # Folder in the workdir of a converted checkpoint, and the file in it that describes the shards.
 ASIDE = "released"
@@ -96,18 +97,26 @@ def check_same_model(config: ModelConfig, path: pathlib.Path) -> None:
   Raises:
     ValueError: they describe different models; the message names the first field.
   """
-  if not path.is_file():
-    return
+  if path.is_file():
+    check_model(config, read_released(path), str(path))
+
+
+def check_model(config: ModelConfig, other: ModelConfig, where: str) -> None:
+  """Compares two configurations of the backbone; `where` says whose the other one is.
+
+  Raises:
+    ValueError: see `check_same_model`.
+  """
 
   def backbone(config):
     fields = dataclasses.asdict(config)
     del fields["num_nextn_predict_layers"]
     return fields | {"compress_ratios": config.compress_ratios[: config.num_hidden_layers]}
 
-  ours, theirs = backbone(config), backbone(read_released(path))
+  ours, theirs = backbone(config), backbone(other)
   for name, value in ours.items():
     if value != theirs[name]:
-      raise ValueError(f"model.{name} is {value!r}; {path} says {theirs[name]!r}")
+      raise ValueError(f"model.{name} is {value!r}; {where} says {theirs[name]!r}")
 
 
 def with_tokenizer(config: Config, source: pathlib.Path, folder: pathlib.Path) -> Config:

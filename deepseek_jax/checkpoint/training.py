@@ -1,6 +1,5 @@
 """Training checkpoints: Orbax for the arrays, and a record that proves what came back."""
 
-import hashlib
 import json
 import pathlib
 import shutil
@@ -9,13 +8,16 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import orbax.checkpoint as ocp
 from absl import logging
 from flax import nnx
 
+from deepseek_jax.checkpoint import checksum, processes
+from deepseek_jax.checkpoint import record as records
+from deepseek_jax.checkpoint.record import DamagedError, FormatError
 from deepseek_jax.config import Config
 from deepseek_jax.fields import build
+from deepseek_jax.nn.adapters import adapt
 from deepseek_jax.nn.transformer import Transformer
 
 # What may differ between the run that saved and the run that resumes: nothing here enters a step.
@@ -44,25 +46,11 @@ class Restored(NamedTuple):
   damaged: tuple[int, ...]
 
 
-class DamagedError(ValueError):
-  """A checkpoint is not what was saved."""
-
-
 def names_of(tree: Any) -> dict[str, Any]:
   """Leaves by dotted path, without the `.value` that nnx puts at its ends."""
   leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
   spell = lambda path: jax.tree_util.keystr(path, simple=True, separator=".")
   return {spell(path).removesuffix(".value"): leaf for path, leaf in leaves}
-
-
-def _describe(array: np.ndarray) -> dict[str, Any]:
-  digest = hashlib.sha256(np.ascontiguousarray(array).view(np.uint8).data).hexdigest()
-  return {"shape": list(array.shape), "dtype": str(array.dtype), "sha256": digest}
-
-
-def digest(body: Mapping[str, Any]) -> str:
-  """SHA-256 of a record, as hex."""
-  return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
 
 
 def check_config(saved: str, config: Config) -> None:
@@ -106,8 +94,12 @@ class Checkpoints:
 
   A save returns when the checkpoint is complete, because the next step donates the arrays; a
   checkpoint that was cut short is never listed. Orbax alone restores a flipped byte or another
-  dtype without a word, so each checkpoint also holds a record with shape, dtype and SHA-256 of
+  dtype without a word, so each checkpoint also holds a record with shape, dtype and checksum of
   every array, and its own digest.
+
+  With several processes, each calls every method but `close` at the same point, and all must see
+  the same folder. Process 0 lists, moves, removes and writes the record; each process writes and
+  reads its own shards. A checkpoint that one process cannot read is damaged for all.
 
   Args:
     directory: created by the first save.
@@ -132,36 +124,52 @@ class Checkpoints:
 
   def steps(self) -> list[int]:
     """Finished checkpoints, ascending; reads only. One whose deletion was cut short is none."""
-    if not self.directory.is_dir():
-      return []
-    whole = lambda step: all((self.directory / str(step) / part).is_dir() for part in _PARTS)
-    return sorted(filter(whole, self._manager.all_steps()))
+    whole = lambda path: all((path / part).is_dir() for part in _PARTS)
+    numbered = lambda: (p for p in self.directory.glob("*") if p.name.isdecimal())
+    return processes.from_first(lambda: sorted(int(p.name) for p in numbered() if whole(p)))
 
   def save(self, step: int, state: Any, iterator: Mapping[str, Any], config: Config) -> None:
-    """Saves `state`, any tree of arrays, as `step` unless that step is there."""
+    """Saves `state`, any tree of arrays, as `step` unless that step is there.
+
+    Args:
+      step: finished steps.
+      state: with several processes, of arrays over the devices of all.
+      iterator: of process 0.
+      config: of the run.
+
+    Raises:
+      ValueError: an array of one process among several, or one whose copies differ.
+    """
     if step in self.steps():
       return
     arrays = names_of(state)
+    for name, a in arrays.items():
+      if jax.process_count() > 1 and getattr(a, "is_fully_addressable", True):
+        raise ValueError(
+            f"array {name} is on process {jax.process_index()} alone; it must be over the devices"
+            f" of all {jax.process_count()} processes"
+        )
+    checksums = processes.together(lambda: checksum.of_arrays(arrays))
+    entry = lambda name, a: records.entry(a.shape, a.dtype, checksums[name])
     body = {
         "step": step,
         "config": config.to_json(),
         "iterator": dict(iterator),
-        "arrays": {name: _describe(np.asarray(a)) for name, a in arrays.items()},
+        "arrays": {name: entry(name, a) for name, a in arrays.items()},
     }
     self._manager.save(
         step,
         args=ocp.args.Composite(
-            state=ocp.args.PyTreeSave(arrays),
-            record=ocp.args.JsonSave({"sha256": digest(body), "body": body}),
+            state=ocp.args.PyTreeSave(arrays), record=ocp.args.JsonSave(records.seal(body))
         ),
     )
 
   def _record(self, step: int) -> dict[str, Any]:
-    args = ocp.args.Composite(record=ocp.args.JsonRestore())
-    record = self._manager.restore(step, args=args).record
-    body = record["body"]
-    if record["sha256"] != digest(body) or body["step"] != step:
-      raise DamagedError(f"checkpoint {step}: its record does not have its own digest")
+    body = records.parse(
+        processes.from_first(lambda: records.read(self.directory / str(step))), step
+    )
+    if body["step"] != step:
+      raise DamagedError(f"checkpoint {step}: its record is of step {body['step']}")
     return body
 
   def _arrays(self, step: int, record: dict[str, Any], template: Any) -> Any:
@@ -176,11 +184,20 @@ class Checkpoints:
         restore_args=ocp.checkpoint_utils.construct_restore_args(target),
         partial_restore=True,
     )
-    found = self._manager.restore(step, args=ocp.args.Composite(state=args)).state
-    for name in wanted:
-      if _describe(np.asarray(found[name])) != record["arrays"][name]:
-        raise DamagedError(f"checkpoint {step}: array {name} is not what was saved")
-    return jax.tree.unflatten(jax.tree.structure(template), [found[name] for name in wanted])
+    # Without the manager, in which a process that can read waits for one that cannot.
+    handler = ocp.PyTreeCheckpointHandler()
+    path = self.directory / str(step) / "state"
+    found = processes.together(lambda: handler.restore(path, args=args))
+    found = {name: found[name] for name in wanted}
+
+    def check():
+      checksums = checksum.of_arrays(found)
+      for name, a in found.items():
+        if records.entry(a.shape, a.dtype, checksums[name]) != record["arrays"][name]:
+          raise DamagedError(f"checkpoint {step}: array {name} is not what was saved")
+
+    processes.together(check)
+    return jax.tree.unflatten(jax.tree.structure(template), list(found.values()))
 
   def _newest(self, read, kind: str) -> tuple[Any, tuple[int, ...]]:
     """What `read(step)` gives for the newest step that is no damaged one, and the damaged steps."""
@@ -188,7 +205,7 @@ class Checkpoints:
     for step in reversed(self.steps()):
       try:
         return read(step), tuple(damaged)
-      except TemplateError:
+      except (TemplateError, FormatError, processes.ElsewhereError, *processes.FATAL):
         raise
       except Exception as error:  # Orbax and TensorStore raise many types for damaged files.
         reason = str(error).split("\n")[0][:200] or type(error).__name__
@@ -237,21 +254,29 @@ class Checkpoints:
   def set_aside(self, steps: tuple[int, ...]) -> None:
     """Moves damaged steps into the folder `damaged` beside the checkpoints; deletes nothing."""
     aside = self.directory.parent / "damaged"
-    for step in steps:
-      target = next(
-          path
-          for n in range(1 << 16)
-          if not (path := aside / (f"{step}" if n == 0 else f"{step}-{n}")).exists()
-      )
-      aside.mkdir(exist_ok=True)
-      (self.directory / str(step)).rename(target)
+
+    def move():
+      for step in steps:
+        target = next(
+            path
+            for n in range(1 << 16)
+            if not (path := aside / (f"{step}" if n == 0 else f"{step}-{n}")).exists()
+        )
+        aside.mkdir(exist_ok=True)
+        (self.directory / str(step)).rename(target)
+
     if steps:
+      processes.from_first(move)
       self.close()
 
   def sweep(self) -> None:
     """Removes what saves that were cut short have left; for the run that owns the folder alone."""
-    for path in self.directory.glob("*.orbax-checkpoint-tmp*"):
-      shutil.rmtree(path)
+
+    def remove():
+      for path in self.directory.glob("*.orbax-checkpoint-tmp*"):
+        shutil.rmtree(path)
+
+    processes.from_first(remove)
 
   def close(self) -> None:
     if self._open is not None:
@@ -286,9 +311,8 @@ def load_model(directory: str | pathlib.Path) -> tuple[Config, Transformer, int]
   """
   checkpoints = open_workdir(directory)
   config = build(Config, json.loads(checkpoints.config()))
-  graphdef, shapes = nnx.split(
-      nnx.eval_shape(lambda: Transformer(config.model, config.compute, rngs=nnx.Rngs(0)))
-  )
+  model = nnx.eval_shape(lambda: Transformer(config.model, config.compute, rngs=nnx.Rngs(0)))
+  graphdef, shapes = nnx.split(adapt(model, config.lora, rngs=nnx.Rngs(0)))
   restored = checkpoints.restore({"params": shapes})
   checkpoints.close()
   return config, nnx.merge(graphdef, restored.state["params"]), restored.step

@@ -1,4 +1,4 @@
-"""Compiled programs of serving for a configuration, as shapes: nothing is allocated or run.
+"""Programs of a configuration as shapes: nothing is allocated or run.
 
 Each function returns `(fn, args, donate)` as `pallas_kernels.aot` takes it. `loops` counts what a
 compiled program does for each layer of a scanned run.
@@ -6,55 +6,98 @@ compiled program does for each layer of a scanned run.
 
 import collections
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from deepseek_jax import sharding
 from deepseek_jax.cache import Cache
 from deepseek_jax.config import CacheFormats, Config
 from deepseek_jax.nn.rows import Rows
 from deepseek_jax.nn.transformer import Transformer
 from deepseek_jax.serve import decode, prefill
 from deepseek_jax.serve.weights import Weights, whole
+from deepseek_jax.train import step
+from deepseek_jax.train.data import Batch
 
 
-def _shape(a) -> jax.ShapeDtypeStruct:
-  return jax.ShapeDtypeStruct(a.shape, a.dtype)
-
-
-def _serving(config: Config, batch: int, capacity: int) -> tuple[Weights, Cache]:
-  model = nnx.eval_shape(lambda: Transformer(config.model, config.compute, rngs=nnx.Rngs(0)))
-  cache = Cache.init(config.model, CacheFormats(), batch=batch, capacity=capacity)
-  return jax.tree.map(_shape, (Weights.of(model), cache))
+def _shape(a, at: jax.sharding.Sharding | None = None) -> jax.ShapeDtypeStruct:
+  return jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=at)
 
 
 def _integers(*shape: int) -> jax.ShapeDtypeStruct:
   return jax.ShapeDtypeStruct(shape, jnp.int32)
 
 
-def decode_step(config: Config, *, batch: int, capacity: int) -> tuple:
-  """One token a line, over a cache of `capacity` tokens a line."""
-  weights, cache = _serving(config, batch, capacity)
+def _serving(config: Config, batch: int, capacity: int) -> tuple[Transformer, Cache]:
+  model = nnx.eval_shape(lambda: Transformer(config.model, config.compute, rngs=nnx.Rngs(0)))
+  cache = Cache.init(config.model, CacheFormats(), batch=batch, capacity=capacity)
+  return model, jax.tree.map(_shape, cache)
+
+
+def _on(mesh: Mesh | None, fn: Callable, model: Transformer, cache: Cache, *rest: Any) -> tuple:
+  """A program of (weights, cache, rest) → (cache, ...), every device with its own lines.
+
+  Of `rest`, what does not lead with the lines of the cache is the same for all devices.
+  """
+  if mesh is None:
+    return fn, (Weights.of(model), cache, *rest), (1,)
+  lines = PartitionSpec(sharding.LINES)
+  batch = cache.lengths.shape[0]
+  specs = (
+      sharding.parameter_specs(model, mesh, dense=model.compute.spread_dense),
+      sharding.cache_specs(cache),
+      *jax.tree.map(lambda a: lines if a.shape[0] == batch else PartitionSpec(), rest),
+  )
+  split = jax.shard_map(
+      lambda model, *rest: fn(model.with_whole_ends(), *rest),
+      mesh=mesh, in_specs=specs, out_specs=(specs[1], lines), check_vma=False,
+  )  # fmt: skip
+  args = jax.tree.map(_shape, (model, cache, *rest), sharding.placed(specs, mesh))
+  return split, args, (1,)
+
+
+def decode_step(config: Config, *, batch: int, capacity: int, mesh: Mesh | None = None) -> tuple:
+  """One token a line, over a cache of `capacity` tokens a line; `batch` lines in all."""
+  model, cache = _serving(config, batch, capacity)
   classes = _integers(config.model.vocab_size) if config.model.engram_layer_ids else None
   live = jax.ShapeDtypeStruct((batch,), jnp.bool_)
-  return decode.decode_row, (weights, cache, _integers(batch), live, classes), (1,)
+  return _on(mesh, decode.decode_row, model, cache, _integers(batch), live, classes)
 
 
-def prefill_chunk(config: Config, *, batch: int, rows: int, capacity: int) -> tuple:
+def prefill_chunk(
+    config: Config, *, batch: int, rows: int, capacity: int, mesh: Mesh | None = None
+) -> tuple:
   """`rows` rows of a prompt through the encoder, and the decoder's entries of them."""
-  weights, cache = _serving(config, batch, capacity)
+  model, cache = _serving(config, batch, capacity)
   integers, flags = _integers(batch, rows), jax.ShapeDtypeStruct((batch, rows), jnp.bool_)
   order = config.model.engram_max_ngram_size
   ngrams = _integers(batch, rows, order) if config.model.engram_layer_ids else None
 
   def chunk(weights, cache, tokens, rows, ngrams):
     cache = whole(weights).encode(tokens, rows, ngrams, cache).cache
-    return prefill.advance(cache, rows, ngrams, None)
+    cache = prefill.advance(cache, rows, ngrams, None)
+    return cache if mesh is None else (cache, cache.lengths)
 
   where = Rows(integers, integers, integers, flags)
-  return chunk, (weights, cache, integers, where, ngrams), (1,)
+  return _on(mesh, chunk, model, cache, integers, where, ngrams)
+
+
+def train_step(config: Config, *, mesh: Mesh | None = None) -> tuple:
+  """One step of training; its batch is `accumulation` × `batch_size` lines of `seq_len` rows."""
+  t, order = config.train, config.model.engram_max_ngram_size
+  at = None if mesh is None else NamedSharding(mesh, sharding.batch_spec(leading=1))
+  lead = t.accumulation, t.batch_size, t.seq_len
+  each = lambda *more, dtype=jnp.int32: jax.ShapeDtypeStruct((*lead, *more), dtype, sharding=at)
+  rows = Rows(each(), each(), each(), each(dtype=jnp.bool_))
+  ngrams = each(order) if config.model.engram_layer_ids else None
+  batch = Batch(each(), rows, ngrams, each(), each(dtype=jnp.float32))
+  graphdef, _ = step.abstract_model(config)
+  return step.make_step(graphdef, config, mesh), (step.abstract_state(config, mesh), batch), (0,)
 
 
 # What moves no data and runs nothing; asynchronous copies run beside the core.

@@ -10,8 +10,10 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
+from deepseek_jax import sharding
 from deepseek_jax.cache import Table, Tail
 from deepseek_jax.config import ComputeConfig, ModelConfig
 from deepseek_jax.nn.compressor import Compressor, Entries
@@ -116,6 +118,8 @@ class Attention(nnx.Module):
   ) -> WindowKeys:
     """Keys of the rows' windows: the slots before them and their own latents.
 
+    Where a line's rows are spread over devices the latents before come from the device before.
+
     A ring that a kernel reads as it is stays packed and takes the only row of a line in.
     """
     if isinstance(past.kv, Table):
@@ -131,6 +135,8 @@ class Attention(nnx.Module):
               jnp.where(mine, rows.segments, past.segments),
           )
       past = past._replace(kv=past.kv.read(own.dtype))
+    if sharding.axis_size(sharding.SEQ) > 1:
+      past = past._replace(kv=sharding.before(own, past.positions.shape[1]))
     return WindowKeys(
         jnp.concatenate([past.kv.astype(own.dtype), own], 1),
         jnp.concatenate([past.positions, rows.positions], 1),
@@ -158,6 +164,7 @@ class Attention(nnx.Module):
         block_size=config.candidate_block_size, same_rows=how.same_rows,
         implementation=self.implementation,
     )  # fmt: skip
+    selection, starts = jax.tree.map(lambda a: checkpoint_name(a, "selection"), (selection, starts))
     return shared._replace(selection=selection, pool=starts if spec.makes_pool else shared.pool)
 
   def query_latent(self, x: Float[Array, "B T D"]) -> Float[Array, "B T L"]:
@@ -181,8 +188,5 @@ class Attention(nnx.Module):
 
   def project(self, out: Float[Array, "B T N H"]) -> Float[Array, "B T D"]:
     """Grouped output projection: Woa on each group of heads, then Wob on all (spec 3.8)."""
-    groups, rank = self.config.o_groups, self.config.o_lora_rank
-    z = out.reshape(*out.shape[:2], groups, -1)
-    wo_a = self.wo_a.weight[...].astype(out.dtype).reshape(groups, rank, -1)
-    z = jnp.einsum("btgi,gri->btgr", z, wo_a)
+    z = self.wo_a.grouped(out.reshape(*out.shape[:2], self.config.o_groups, -1))
     return self.wo_b(z.reshape(*out.shape[:2], -1))

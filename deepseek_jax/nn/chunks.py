@@ -17,9 +17,9 @@ def chunk_rows(length: int, chunk: int, front: int) -> int:
   return length if length <= chunk else max(chunk, front)
 
 
-def bands(n: int) -> list[tuple[int, int]]:
-  """Ranges of n chunks that share a static bound."""
-  edges = sorted({round(i * n / BANDS) for i in range(BANDS + 1)})
+def bands(n: int, count: int = BANDS) -> list[tuple[int, int]]:
+  """At most `count` ranges of n chunks that share a static bound."""
+  edges = sorted({round(i * n / count) for i in range(count + 1)})
   return list(zip(edges[:-1], edges[1:]))
 
 
@@ -56,22 +56,23 @@ def join(tree: Any, length: int) -> Any:
   return jax.tree.map(one, tree)
 
 
-def map_bands(fn: Callable[[Any, int], Any], xs: Any) -> Any:
+def map_bands(fn: Callable[[Any, int], Any], xs: Any, count: int = BANDS) -> Any:
   """Fn over the leading axis of xs [n, B, size, ...]: (chunk, stop) → arrays [B, size, ...].
 
-  `stop` is a static bound on the row indices of the chunk. Recomputed in the backward pass.
+  `stop` is a static bound on the row indices of the chunk, the same in each of `count` bands.
+  Recomputed in the backward pass.
   """
   n, _, size = jax.tree.leaves(xs)[0].shape[:3]
   if n == 1:
     return jax.tree.map(lambda a: a[None], fn(jax.tree.map(lambda a: a[0], xs), size))
   parts = []
-  for lo, hi in bands(n):
+  for lo, hi in bands(n, count):
     body = jax.checkpoint(lambda x, stop=hi * size: fn(x, stop))
     parts.append(jax.lax.map(body, jax.tree.map(lambda a, lo=lo, hi=hi: a[lo:hi], xs)))
   return jax.tree.map(lambda *a: jnp.concatenate(a), *parts)
 
 
-def over_rows(fn: Callable[[Any, int], Any], tree: Any, size: int) -> Any:
+def over_rows(fn: Callable[[Any, int], Any], tree: Any, size: int, count: int = BANDS) -> Any:
   """Fn over chunks of arrays [B, T, ...], joined again; see `map_bands`."""
   length = jax.tree.leaves(tree)[0].shape[1]
-  return join(map_bands(fn, split(tree, size)), length)
+  return join(map_bands(fn, split(tree, size), count), length)

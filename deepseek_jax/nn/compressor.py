@@ -8,6 +8,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
+from deepseek_jax import sharding
 from deepseek_jax.cache import Table, Tail
 from deepseek_jax.config import ModelConfig
 from deepseek_jax.nn.layers import Linear, RMSNorm
@@ -38,22 +39,31 @@ class Groups(NamedTuple):
   segments: Int[Array, "B C"]
 
 
-def group_rows(rows: Rows, m: int) -> Groups:
+def group_rows(rows: Rows, m: int, earlier: Int[Array, "B n"] | None = None) -> Groups:
   """The complete groups of `rows`, restarting with every document; C = ⌈T/m⌉.
 
   A group ends at a writing row of position ≡ m − 1 whose m − 1 predecessors are rows of the same
   document. Ends of one row array are at least m apart, so end t owns slot t // m: slots ascend with
   rows, and a row t can only see slots up to t // m.
+
+  Args:
+    rows: that may end groups.
+    m: rows of a group.
+    earlier: segments of the m − 1 rows before them, if groups can begin there; members are then
+      counted from the first of these.
   """
   positions, segments = rows.positions, rows.segments
   batch, length = positions.shape
   slots = -(-length // m)
-  before = jnp.pad(segments, ((0, 0), (m - 1, 0)))[:, :length]
+  front = 0 if earlier is None else m - 1
+  earlier = jnp.zeros((batch, m - 1), jnp.int32) if earlier is None else earlier
+  before = jnp.concatenate([earlier, segments], axis=1)[:, :length]
   ends = rows.writes & (segments > 0) & (positions % m == m - 1) & (before == segments)
   ends = jnp.pad(ends, ((0, 0), (0, slots * m - length))).reshape(batch, slots, m)
   last_row = jnp.arange(slots) * m + jnp.argmax(ends, axis=-1)
   filled = ends.any(-1)
-  members = jnp.clip(last_row[..., None] - m + 1 + jnp.arange(m), 0, length - 1)
+  members = last_row[..., None] + front - m + 1 + jnp.arange(m)
+  members = jnp.clip(members, 0, front + length - 1)
   last_row = jnp.minimum(last_row, length - 1)
   return Groups(
       members,
@@ -101,7 +111,8 @@ class Compressor(nnx.Module):
     Args:
       x: attention input of the rows.
       rows: with a tail one document a line, live rows first.
-      tail: of the m − 1 rows before them; None where groups cannot begin earlier.
+      tail: of the m − 1 rows before them; None where groups cannot begin earlier, or begin on
+        another device.
     """
     m = self.m
     if m == 1:
@@ -114,7 +125,13 @@ class Compressor(nnx.Module):
       pooled = Tail(*(jnp.concatenate(pair, axis=1) for pair in zip(tail, pooled)))
       newest = (live + jnp.arange(m - 1))[..., None]
       tail = Tail(*(jnp.take_along_axis(a, newest, axis=1) for a in pooled))
-    groups = group_rows(rows, m)
+      groups = group_rows(rows, m)
+    elif sharding.axis_size(sharding.SEQ) == 1:
+      groups = group_rows(rows, m)
+    else:
+      earlier, halo = sharding.before((rows.segments, pooled), m - 1)
+      groups = group_rows(rows, m, earlier)
+      pooled = Tail(*(jnp.concatenate(pair, axis=1) for pair in zip(halo, pooled)))
 
     def of_groups(a):
       flat = groups.members.reshape(a.shape[0], -1, 1)

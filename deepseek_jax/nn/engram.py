@@ -9,8 +9,11 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int, UInt32
 
+from deepseek_jax import sharding
 from deepseek_jax.config import ModelConfig
-from deepseek_jax.nn.layers import Linear, constant, normal
+from deepseek_jax.nn import exchange
+from deepseek_jax.nn.layers import Linear, constant, normal, rows_of
+from deepseek_jax.quantised import Quantised
 
 
 class HashConstants(NamedTuple):
@@ -124,16 +127,35 @@ def table_rows(ngrams: Int[Array, "B T n"], constants: HashConstants) -> Int[Arr
   return jnp.concatenate(columns, axis=-1).astype(jnp.int32) + constants.offsets.astype(np.int32)
 
 
+def allocated_rows(rows: int) -> int:
+  """Rows of a table with the unused ones at its end, which let any mesh divide it.
+
+  A multiple of the power of two below a thousandth of the rows, at least 8: the released tables,
+  384,006,168 and 384,016,682 rows, have few factors, and grow by 0.01 % to multiples of 262,144.
+  """
+  unit = max(8, 1 << (rows // 1024).bit_length() >> 1)
+  return -(-rows // unit) * unit
+
+
+def _look_up(table: Array | Quantised, payload: Int[Array, " S"], valid: Array) -> Array:
+  del valid
+  return rows_of(table, payload)
+
+
 class Embed(nnx.Module):
-  """The table: `rows` × `width`."""
+  """The table: `allocated_rows(rows)` × `width`. On a mesh every device holds the next rows."""
 
   def __init__(
       self, stack: tuple[int, ...], rows: int, width: int, *, std: float, rngs: nnx.Rngs, dtype
   ):
-    self.weight = normal(rngs, (*stack, rows, width), std, dtype)
+    drawn = normal(rngs, (*stack, allocated_rows(rows), width), std, dtype)
+    self.weight = nnx.Param(drawn[...].at[..., rows:, :].set(0))
 
   def __call__(self, ids: Int[Array, "..."], dtype) -> Float[Array, "... H"]:
-    return self.weight[...].at[ids].get(mode="clip").astype(dtype)
+    table, flat = self.weight.get_value(), ids.reshape(-1)
+    own = table.shape[0]
+    found = exchange.visit(_look_up, table, flat % own, flat // own, sharding.AXES)
+    return found.reshape(*ids.shape, -1).astype(dtype)
 
 
 class Engram(nnx.Module):

@@ -12,8 +12,10 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
+from deepseek_jax.nn import exchange
+from deepseek_jax.sharding import EXPERTS, axis_size
 from pallas_kernels.grouped_experts.op import grouped_experts
 from pallas_kernels.grouped_matmul.op import grouped_matmul
 
@@ -180,6 +182,52 @@ def grouped_sum(
   h = h * weights.reshape(-1)[order][:, None]
   y = product(h.astype(x.dtype), w.w2)[places].reshape(*ids.shape, -1)
   return jnp.sum(y.astype(jnp.float32), axis=1)
+
+
+class Way(NamedTuple):
+  """How experts multiply: clamp of `swiglu`, and whether kernels do it (`grouped_sum`)."""
+
+  limit: float
+  kernels: bool
+
+
+def routed_sum(
+    way: Way, x: Float[Array, "R D"], weights: Float[Array, "R X"], ids: Int[Array, "R X"],
+    w: ExpertWeights,
+) -> Float[Array, "R D"]:  # fmt: skip
+  """Σ_x weights · expert(x) in f32; an id equal to the number of experts is none."""
+  if way.kernels:
+    return grouped_sum(way.limit, x, weights, ids, w)
+  return expert_sum(way.limit, block_size(ids.size, w.w1.shape[0]), x, weights, ids, w)
+
+
+def _host(way: Way, w: ExpertWeights, payload, valid: Bool[Array, " S"]) -> Float[Array, "S D"]:
+  """One expert of this device for each row that visits it."""
+  x, weight, number = payload
+  number = jnp.where(valid, number, w.w1.shape[0])
+  return routed_sum(way, x, weight[:, None], number[:, None], w).astype(x.dtype)
+
+
+def visited_sum(
+    way: Way, x: Float[Array, "R D"], weights: Float[Array, "R X"], ids: Int[Array, "R X"],
+    w: ExpertWeights,
+) -> Float[Array, "R D"]:  # fmt: skip
+  """`routed_sum` where every device holds the next E / devices experts: rows go to them.
+
+  As few rows as a single round's room are shown to all devices instead, each of which adds up what
+  its own experts make of them.
+  """
+  own, devices, chosen = w.w1.shape[0], axis_size(EXPERTS), ids.shape[1]
+  if x.shape[0] <= exchange.room(ids.size, devices):
+    every = lambda a: lax.all_gather(a, EXPERTS, axis=0, tiled=True)
+    local = every(ids) - lax.axis_index(EXPERTS) * own
+    local = jnp.where((local >= 0) & (local < own), local, own)
+    total = routed_sum(way, every(x), every(weights), local, w)
+    return lax.psum_scatter(total, EXPERTS, scatter_dimension=0, tiled=True)
+  flat = ids.reshape(-1)
+  payload = x, weights.reshape(-1), flat % own
+  y = exchange.visit(functools.partial(_host, way), w, payload, flat // own, EXPERTS)
+  return jnp.sum(y.reshape(x.shape[0], chosen, -1).astype(jnp.float32), axis=1)
 
 
 def _sizes(flat: Int[Array, " S"], experts: int) -> Int[Array, " E"]:

@@ -5,11 +5,13 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
+from deepseek_jax import sharding
 from deepseek_jax.config import ModelConfig
 from deepseek_jax.nn import experts
-from deepseek_jax.nn.layers import Linear, constant, normal
+from deepseek_jax.nn.layers import Linear, constant, normal, plain
 from pallas_kernels import dispatch
 from pallas_kernels.decode_layer import op as layer_op
 from pallas_kernels.grouped_experts import op as grouped_experts
@@ -25,6 +27,8 @@ class Routing(NamedTuple):
 
 class Balance(NamedTuple):
   """What balancing needs of one layer.
+
+  On a mesh both are this device's share.
 
   Attributes:
     load: tokens each expert received, padding left out.
@@ -82,12 +86,14 @@ def balance(routing: Routing, valid: Bool[Array, "B T"]) -> Balance:
   active = routing.ids.shape[-1]
   mask = valid.astype(jnp.float32)
   line = jnp.arange(lines)[:, None, None]
-  load = jnp.zeros((lines, count_experts)).at[line, routing.ids].add(mask[..., None])
-  count = mask.sum(-1, keepdims=True)
+  own_load = jnp.zeros((lines, count_experts)).at[line, routing.ids].add(mask[..., None])
+  load, count = sharding.rows_summed(own_load), sharding.rows_summed(mask.sum(-1, keepdims=True))
   share = load * count_experts / (active * jnp.maximum(count, 1))
   p = routing.affinities / routing.affinities.sum(-1, keepdims=True)
-  mean_p = jnp.einsum("bte,bt->be", p, mask) / jnp.maximum(count, 1)
-  return Balance(load.sum(0), jnp.sum(count * share * mean_p))
+  mean_p = sharding.rows_summed(jnp.einsum("bte,bt->be", p, mask)) / jnp.maximum(count, 1)
+  # Devices that share a line share its loss.
+  loss = jnp.sum(count * share * mean_p) / sharding.axis_size(sharding.SEQ)
+  return Balance(own_load.sum(0), loss)
 
 
 class Experts(nnx.Module):
@@ -101,9 +107,7 @@ class Experts(nnx.Module):
     self.w3 = Linear(stack, d, f, rngs=rngs, dtype=dtype)
 
   def weights(self, dtype) -> experts.ExpertWeights:
-    return experts.ExpertWeights(
-        *(w.weight[...].astype(dtype) for w in (self.w1, self.w2, self.w3))
-    )
+    return experts.ExpertWeights(*(w.dense(dtype) for w in (self.w1, self.w2, self.w3)))
 
 
 class SharedExpert(nnx.Module):
@@ -142,12 +146,12 @@ class MoE(nnx.Module):
     ids = jnp.where(valid[..., None], routing.ids, count)  # padding visits no expert
     flat = lambda a: a.reshape(-1, a.shape[-1])
     args = flat(x), flat(routing.weights), flat(ids), self.experts.weights(x.dtype)
-    if dispatch.resolve(self.implementation, ("pallas", "reference")) == "pallas":
-      routed = experts.grouped_sum(self.limit, *args)
-    else:
-      routed = experts.expert_sum(self.limit, experts.block_size(ids.size, count), *args)
+    kernels = dispatch.resolve(self.implementation, ("pallas", "reference")) == "pallas"
+    way = experts.Way(self.limit, kernels)
+    visits = sharding.axis_size(sharding.EXPERTS) > 1
+    routed = experts.visited_sum(way, *args) if visits else experts.routed_sum(way, *args)
     out = routed.reshape(x.shape) + self.shared_experts(x).astype(jnp.float32)
-    return out.astype(x.dtype), balance(routing, valid)
+    return checkpoint_name(out.astype(x.dtype), "mixture"), balance(routing, valid)
 
   def bank(self, norm: Float[Array, "n D"], u: Float[Array, "B T D"]) -> Bank | None:
     """Of a stacked run at its first layer, if `in_place` takes rows like u; see `one_row`."""
@@ -158,6 +162,7 @@ class MoE(nnx.Module):
     refusal = layer_op.route_refusal((b * t, d), u.dtype, gate.shape[1], self.gate.active)
     refusal = refusal or grouped_experts.refusal(u.dtype, w1.shape[2], d)
     refusal = refusal or (f"experts are {w1.dtype}" if w1.dtype != u.dtype else None)
+    refusal = refusal or (None if plain(self) else "weights are decoded or have adapters")
     asked = None if refusal else self.implementation
     if dispatch.resolve(asked, grouped_experts.AVAILABLE, refusal) != "pallas":
       return None

@@ -15,6 +15,7 @@ from deepseek_jax.nn.attention import Context, Pass, Published
 from deepseek_jax.nn.block import Block, LayerOut
 from deepseek_jax.nn.hyper_connections import Site, Stream
 from deepseek_jax.nn.joint_attention import WindowKeys, decode_kernel, window_mask
+from deepseek_jax.nn.layers import plain
 from pallas_kernels import dispatch
 from pallas_kernels.decode_layer import op as layer_op
 from pallas_kernels.decode_layer.lanes import rotation
@@ -107,6 +108,8 @@ def takes(block: Block, stream: Stream, past: WindowKeys, shared: Published, how
   if ring.layout.format != WINDOW.format or how.index_loss:
     return False
   if any(m.weight.dtype != stream.x.dtype for m in (block.attn_norm, block.attn.wq_a)):
+    return False
+  if not plain(block):
     return False
   mesh = jax.sharding.get_abstract_mesh()
   heads, implementation = c.num_attention_heads, block.attn.implementation

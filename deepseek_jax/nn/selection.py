@@ -96,11 +96,11 @@ def select(
   if _packed(entries.index_keys, k, blocks, block_size, implementation):
     one = lambda x, _: select_packed(*x[:2], entries.index_keys, x[2], m=m, k=k, blocks=blocks)
     return chunks.over_rows(one, (queries, rows, pool), size)
-  if pool is not None and not same_rows and 2 * pool.shape[-1] * block_size <= c:
+  one_document = isinstance(entries.index_keys, Table)
+  if pool is not None and one_document and 2 * pool.shape[-1] * block_size <= c:
     how = dict(k=k, block_size=block_size, implementation=implementation)
     one = lambda x, _: select_in_pool(*x[:2], entries, x[2], **how)
     return chunks.over_rows(one, (queries, rows, pool), size), None
-  one_document = isinstance(entries.index_keys, Table)
   if one_document:
     entries = entries._replace(index_keys=entries.index_keys.read(queries.q.dtype))
 
@@ -123,4 +123,6 @@ def select(
       seen = seen & pool_mask(pool, block_starts(last, m, block_size))
     return top_k(scores, seen, k, implementation), starts
 
-  return chunks.over_rows(of_chunk, (queries, rows, pool), size)
+  # Without a bound that grows with the rows a second band would be the same program again.
+  bands = chunks.BANDS if same_rows else 1
+  return chunks.over_rows(of_chunk, (queries, rows, pool), size, bands)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from deepseek_jax import sharding
 from deepseek_jax.cache import Cache, Table, ring_positions
 from deepseek_jax.config import ComputeConfig, ModelConfig
 from deepseek_jax.nn import one_row
@@ -16,7 +17,7 @@ from deepseek_jax.nn.block import Block, LayerOut
 from deepseek_jax.nn.compressor import Entries
 from deepseek_jax.nn.hyper_connections import Site, Stream
 from deepseek_jax.nn.joint_attention import WindowKeys, row_kernels
-from deepseek_jax.nn.layers import Linear, RMSNorm, normal
+from deepseek_jax.nn.layers import KEPT, Linear, RMSNorm, normal, remade
 from deepseek_jax.nn.rows import Rows
 from deepseek_jax.quant import QuantPlan
 from deepseek_jax.schedule import Mode, Schedule
@@ -168,7 +169,7 @@ class Transformer(nnx.Module):
     state = self._layers("encoder", self.start(tokens), ctx, Published(), ngrams, cache, how)
     first, stream = self._first_decoder_run, state.stream
     if self.runs[first].spec.engram is not None:
-      stream = _layer(self.runs[first], 0).remember(stream, ngrams)
+      stream = self._first_layer(first).remember(stream, ngrams)
     entries, cache = self._publish(first, stream, ctx, state.cache)
     return Encoded(stream, entries, cache, state.outs)
 
@@ -192,7 +193,7 @@ class Transformer(nnx.Module):
 
   def start(self, tokens: Int[Array, "B T"]) -> Stream:
     """The embedding in every stream; the first collapse reads stream 0 alone."""
-    m, first = self.config.hc_mult, _layer(self.runs[0], 0)
+    m, first = self.config.hc_mult, self._first_layer(0)
     x = self.embed(tokens, jnp.dtype(self.compute.dtype))
     pre = jnp.zeros((*tokens.shape, m), jnp.float32).at[..., 0].set(1.0)
     return first.hc.enter(jnp.tile(x, (1, 1, m)), pre, first.site("attn"))
@@ -200,6 +201,17 @@ class Transformer(nnx.Module):
   def logits(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
     """Logits in f32 with the head in f32 (spec 9)."""
     return self.head(hidden.astype(jnp.float32))
+
+  def with_whole_ends(self) -> "Transformer":
+    """On a mesh: the model with all of its embedding and head; layers are gathered one by one."""
+    return sharding.whole(self, lambda path: path[0] != "runs", dense=self.compute.spread_dense)
+
+  def _whole(self, layer: Any) -> Any:
+    """A layer, or parameters of one, as it computes."""
+    return sharding.whole(layer, dense=self.compute.spread_dense)
+
+  def _first_layer(self, run: int) -> Block:
+    return self._whole(_layer(self.runs[run], 0))
 
   @property
   def _first_decoder_run(self) -> int:
@@ -211,8 +223,13 @@ class Transformer(nnx.Module):
       ngrams: Int[Array, "B T n"] | None, cache: Cache | None, how: Pass,
   ) -> _State:  # fmt: skip
     """One stack; the decoder's source layer comes with its Engram applied and entries published."""
+    spread = sharding.axis_size(sharding.SEQ) > 1
+    if spread and cache is not None:
+      raise ValueError("mesh.seq must be 1 with a cache: its rows are whole lines")
     how = dataclasses.replace(
-        how, windows=cache is not None, same_rows=how.same_rows and cache is None
+        how,
+        windows=cache is not None,
+        same_rows=how.same_rows and cache is None and not spread,
     )
     outs, first = [], self._first_decoder_run
     numbers = range(first) if stack == "encoder" else range(first, len(self.runs))
@@ -227,7 +244,7 @@ class Transformer(nnx.Module):
       block, run = self.runs[number], self.schedule.runs[number]
       if number != first:
         if block.spec.engram is not None:
-          stream = _layer(block, 0).remember(stream, ngrams)
+          stream = self._first_layer(number).remember(stream, ngrams)
         if block.spec.mode is Mode.FULL:
           entries, cache = self._publish(number, stream, ctx, cache)
           shared = Published(entries)
@@ -247,9 +264,9 @@ class Transformer(nnx.Module):
       self, run: int, stream: Stream, ctx: Context, cache: Cache | None
   ) -> tuple[Entries, Cache | None]:
     """What the layers after a KV source read: its new entries, or all that its tables hold."""
-    block, spec = _layer(self.runs[run], 0), self.schedule.runs[run][0]
+    block, spec = self._first_layer(run), self.schedule.runs[run][0]
     if cache is None:
-      return block.publish(stream, ctx)[0], None
+      return sharding.all_rows(block.publish(stream, ctx)[0]), None
     m, source = spec.ratio, self.schedule.kv_sources.index(spec)
     new, tail = block.publish(stream, ctx, cache.tails[source])
     rows = cache.main_kv[source].layout.rows
@@ -265,10 +282,10 @@ class Transformer(nnx.Module):
     return entries, cache
 
   def _nothing_past(self, rows: Rows, dtype) -> WindowKeys:
-    """No window keys before the rows."""
+    """No window keys before the rows, or the places of those that another device has."""
     batch, front = rows.positions.shape[0], self.config.sliding_window - 1
-    nothing = jnp.zeros((batch, front), jnp.int32)
-    return WindowKeys(jnp.zeros((batch, front, self.config.head_dim), dtype), nothing, nothing)
+    places = sharding.before((rows.positions, rows.segments), front)
+    return WindowKeys(jnp.zeros((batch, front, self.config.head_dim), dtype), *places)
 
   def _following(self, number: int) -> Site:
     """Attention sites of the layers that follow those of a run; the last layer's is its own."""
@@ -290,6 +307,7 @@ class Transformer(nnx.Module):
     bank = block.bank(stream) if how.windows and not how.trace else None
 
     def layer(one, following, ring, number, stream, shared):
+      one, following = self._whole(one), self._whole(following)
       own = past if ring is None else past._replace(kv=ring)
       at = None if bank is None else bank._replace(layer=number)
       return one(stream, following, ctx, own, shared, how, at)
@@ -303,11 +321,11 @@ class Transformer(nnx.Module):
             block, one, number, stream, following, ctx, rings, shared, prepared, chosen, how
         )
 
-    elif self.compute.remat != "none":
+    elif (remat := _remat(block, self.compute)) != "none":
       policy = {
-          "layer": jax.checkpoint_policies.nothing_saveable,
+          "layer": jax.checkpoint_policies.save_only_these_names(*KEPT),
           "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-      }[self.compute.remat]
+      }[remat]
       layer = jax.checkpoint(layer, policy=policy)
     if len(run) > 1 and self.compute.scan_layers:
 
@@ -329,6 +347,11 @@ def stored_entries(cache: Cache, source: int, m: int) -> Entries:
   keys = cache.index_keys[source]
   last = jnp.broadcast_to(jnp.arange(keys.layout.rows) * m + m - 1, keys.shape[:2])
   return Entries(cache.main_kv[source], keys, last, jnp.ones_like(last))
+
+
+def _remat(block: Block, compute: ComputeConfig) -> str:
+  """Weights that a pass makes are never kept for the backward one, where they are made again."""
+  return "dots" if compute.remat == "none" and remade(block) else compute.remat
 
 
 def _layer(tree: Any, i: int) -> Any:

@@ -20,12 +20,15 @@ class Journal:
   Args:
     workdir: receives `metrics.jsonl`, `tensorboard/` and `loss.png`.
     step: finished steps; 0 for a new run.
+    writes: False for a process that only remembers, because another one writes.
   """
 
-  def __init__(self, workdir: pathlib.Path, step: int = 0):
-    self._workdir = workdir
+  def __init__(self, workdir: pathlib.Path, step: int = 0, *, writes: bool = True):
+    self._workdir, self._writes = workdir, writes
     path = workdir / "metrics.jsonl"
     self.records = [record for record in _read(path) if record["step"] <= step]
+    if not writes:
+      return
     partial = path.with_suffix(".partial")
     partial.write_text("".join(json.dumps(record) + "\n" for record in self.records))
     os.replace(partial, path)
@@ -37,6 +40,8 @@ class Journal:
   def write(self, record: Mapping[str, Any]) -> None:
     """Appends `record`: `step` (finished steps, 1 for the first) and numbers or None."""
     self.records.append(dict(record))
+    if not self._writes:
+      return
     self._file.write(json.dumps(record) + "\n")
     self._file.flush()
     for name, value in record.items():
@@ -45,6 +50,8 @@ class Journal:
 
   def plot(self) -> None:
     """Draws `loss.png`: training and evaluation loss by step."""
+    if not self._writes:
+      return
     figure = matplotlib.figure.Figure(figsize=(7, 4), layout="constrained")
     matplotlib.backends.backend_agg.FigureCanvasAgg(figure)
     axes = figure.subplots()
@@ -59,6 +66,8 @@ class Journal:
     figure.savefig(self._workdir / "loss.png", dpi=120)
 
   def close(self) -> None:
+    if not self._writes:
+      return
     self._file.close()
     self._events.close()
 

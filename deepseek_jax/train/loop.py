@@ -1,12 +1,10 @@
 """The training run: data, steps, checkpoints, journal, and what the terminal shows."""
 
-import contextlib
+import hashlib
 import math
 import pathlib
-import signal
-import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -14,7 +12,9 @@ import numpy as np
 import rich.console
 import rich.progress
 from flax import nnx
+from jax.sharding import Mesh, NamedSharding
 
+from deepseek_jax import distributed, sharding
 from deepseek_jax import tokenizer as tok
 from deepseek_jax.checkpoint.training import Checkpoints, check_config
 from deepseek_jax.config import Config
@@ -79,18 +79,23 @@ def _batches(examples: Sequence[Example], config: Config) -> list[list[list[int]
   return [rows[i : i + size] for i in range(0, len(rows), size)]
 
 
-@contextlib.contextmanager
-def _terminations() -> Iterator[threading.Event]:
-  """An event that SIGTERM sets instead of ending the process."""
-  asked = threading.Event()
-  if threading.current_thread() is not threading.main_thread():
-    yield asked  # Python delivers signals to the main thread alone.
-    return
-  before = signal.signal(signal.SIGTERM, lambda *_: asked.set())
-  try:
-    yield asked
-  finally:
-    signal.signal(signal.SIGTERM, before)
+def _mesh(config: Config) -> Mesh | None:
+  """The mesh of the run; None for one device, which is the first of those that are there."""
+  alone = config.mesh.devices == 1 and jax.process_count() == 1
+  return None if alone else sharding.make_mesh(config.mesh)
+
+
+def _kept(config: Config, state: step.TrainState) -> step.TrainState:
+  """What a checkpoint holds: all, or all but the base that `train.init` has."""
+  return state._replace(params=step.changing(config, state.params))
+
+
+def _placed(batch: data.Batch, mesh: Mesh | None) -> data.Batch:
+  """A batch that every process has packed, on the devices of all."""
+  if mesh is None:
+    return batch
+  at = NamedSharding(mesh, sharding.batch_spec(leading=batch.tokens.ndim - 2))
+  return jax.tree.map(lambda a: jax.make_array_from_callback(a.shape, at, a.__getitem__), batch)
 
 
 class _Display:
@@ -99,7 +104,9 @@ class _Display:
   SECONDS = 5.0
 
   def __init__(self, start: int, steps: int):
-    self.console = rich.console.Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
+    self.console = rich.console.Console(
+        stderr=True, highlight=False, markup=False, soft_wrap=True, quiet=not distributed.is_main()
+    )
     self._last = -math.inf
     self._steps = steps
     self._bar = rich.progress.Progress(
@@ -136,6 +143,22 @@ class _Display:
       self.say(f"step {done}/{self._steps}  {loss}  {shown} tokens/s{left}")
 
 
+class _Trace:
+  """A profiler trace of `count` steps from step `first` on."""
+
+  def __init__(self, folder: pathlib.Path, first: int, count: int):
+    self._folder, self._first, self._last = folder, first, first + count - 1
+
+  def before(self, now: int) -> None:
+    if now == self._first <= self._last:
+      jax.profiler.start_trace(self._folder)
+
+  def after(self, now: int, metrics: step.Metrics) -> None:
+    if now == self._last >= self._first:
+      jax.block_until_ready(metrics)
+      jax.profiler.stop_trace()
+
+
 def _open(config: Config, workdir: pathlib.Path, resume: bool) -> Checkpoints:
   """Checkpoints of the workdir, after every reason to refuse it."""
   checkpoints = Checkpoints(workdir / "checkpoints", keep=config.train.keep_checkpoints)
@@ -155,7 +178,9 @@ def _open(config: Config, workdir: pathlib.Path, resume: bool) -> Checkpoints:
   return checkpoints
 
 
-def run(config: Config, workdir: str | pathlib.Path, resume: bool = False) -> dict[str, Any]:
+def run(
+    config: Config, workdir: str | pathlib.Path, resume: bool = False, *, profile: int = 0
+) -> dict[str, Any]:
   """Trains `config` in `workdir`.
 
   Writes `checkpoints/` (from step 0 on, so that any kill can be resumed), `metrics.jsonl`,
@@ -166,6 +191,7 @@ def run(config: Config, workdir: str | pathlib.Path, resume: bool = False) -> di
     config: with a train section.
     workdir: of this experiment alone.
     resume: continue from the newest whole checkpoint.
+    profile: number of steps to trace for xprof, after the first two of this call, in `profile/`.
 
   Returns:
     `steps` (finished), `first_loss` and `last_loss` (nats per target token), `eval_loss` (last one,
@@ -183,25 +209,36 @@ def run(config: Config, workdir: str | pathlib.Path, resume: bool = False) -> di
   checkpoints = _open(config, workdir, resume)
   source = load_data(config)
   batches = iter(source.pipeline)
-  graphdef, _ = step.abstract_model(config)
+  mesh = _mesh(config)
+  # Before anything that waits for all: other data or another configuration would hang or diverge.
+  for name, value in (("data", batches.get_state()["data"]), ("configuration", config.to_json())):
+    distributed.agree(f"digest of the {name}", hashlib.sha256(value.encode()).hexdigest()[:16])
+  distributed.agree("checkpoint to resume", str(checkpoints.steps() if resume else None))
   if resume:
-    restored = checkpoints.restore(jax.eval_shape(lambda: step.init_state(config)))
+    # The base, if there is one, is not saved again.
+    base = step.init_state(config, mesh) if config.train.init else None
+    wanted = step.abstract_state(config, mesh)
+    restored = checkpoints.restore(wanted._replace(params=step.changing(config, wanted.params)))
     batches.set_state(restored.iterator)
     checkpoints.set_aside(restored.damaged)
     checkpoints.sweep()
     state, done = restored.state, restored.step
-    del restored
+    if base is not None:
+      state = state._replace(params=nnx.merge_state(base.params, state.params))
+    del restored, base
   else:
     # Committed to its device like a restored state, so that both run the same compiled program.
-    state, done = jax.device_put(step.init_state(config), jax.local_devices()[0]), 0
+    state, done = step.init_state(config, mesh), 0
+    if mesh is None:
+      state = jax.device_put(state, jax.local_devices()[0])
     workdir.mkdir(parents=True, exist_ok=True)
-    checkpoints.save(0, state, batches.get_state(), config)
-  journal = Journal(workdir, done)
+    checkpoints.save(0, _kept(config, state), batches.get_state(), config)
+  journal = Journal(workdir, done, writes=distributed.is_main())
   try:
-    with _terminations() as stop, _Display(done, config.train.steps) as display:
-      training = _Training(config, graphdef, source, batches, checkpoints, journal, display)
-      state = training.go(state, done, stop)
-      if not stop.is_set():
+    with distributed.Terminations() as stop, _Display(done, config.train.steps) as display:
+      training = _Training(config, mesh, source, batches, checkpoints, journal, display)
+      state = training.go(state, done, stop, _Trace(workdir / "profile", done + 3, profile))
+      if not stop.asked:
         training.finish(state, workdir)
       elif training.done < config.train.steps:
         display.say(f"stopped at step {training.done}; continue with --resume")
@@ -215,47 +252,55 @@ class _Training:
   """The loop and what it needs."""
 
   def __init__(
-      self, config: Config, graphdef: nnx.GraphDef, source: Data, batches: data.BatchIterator,
+      self, config: Config, mesh: Mesh | None, source: Data, batches: data.BatchIterator,
       checkpoints: Checkpoints, journal: Journal, display: _Display,
   ):  # fmt: skip
-    self._config, self._graphdef, self._source, self._batches = config, graphdef, source, batches
+    self._config, self._mesh, self._source, self._batches = config, mesh, source, batches
     self._checkpoints, self._journal, self._display = checkpoints, journal, display
-    self._evaluate = step.make_eval(graphdef, config)
+    self._graphdef, _ = step.abstract_model(config)
+    self._evaluate = step.make_eval(self._graphdef, config, mesh)
+    self._held_out = [_placed(batch, mesh) for batch in source.held_out]
     self._compile_seconds: float | None = None
     self._speeds: list[float] = []
     self.done = 0
 
-  def go(self, state: step.TrainState, done: int, stop: threading.Event) -> step.TrainState:
-    """Steps up to the last one or until `stop` is set; the last state is checkpointed."""
+  def go(
+      self, state: step.TrainState, done: int, stop: distributed.Terminations, trace: _Trace
+  ) -> step.TrainState:
+    """Steps up to the last one or until `stop` is asked for; the last state is checkpointed."""
     t = self._config.train
     self.done = done
-    train_step = step.make_step(self._graphdef, self._config)
+    train_step = step.make_step(self._graphdef, self._config, self._mesh)
     pending: tuple[int, step.Metrics] | None = None
     started = time.monotonic()
     for now in range(done + 1, t.steps + 1):
       # Dispatch returns at once: this batch is packed, and the last step's metrics are written,
       # while a step runs.
-      batch = next(self._batches).batch
+      batch = _placed(next(self._batches).batch, self._mesh)
       if self._compile_seconds is None:
         self._display.say("compiling the step")
         began = time.monotonic()
         train_step = train_step.lower(state, batch).compile()
         self._compile_seconds = time.monotonic() - began
         started = time.monotonic()
+      trace.before(now)
       state, metrics = train_step(state, batch)
+      trace.after(now, metrics)
       if pending is not None:
         started = self._report(*pending, started)
       pending = now, metrics
       self.done = now
       evaluates = now % t.eval_every == 0 or now == t.steps
-      saves = now % t.checkpoint_every == 0 or now == t.steps or stop.is_set()
+      stops = stop.agreed()
+      saves = now % t.checkpoint_every == 0 or now == t.steps or stops
       if evaluates or saves:
         started = self._report(*pending, started, state.params if evaluates else None)
         pending = None
       if saves:
-        self._checkpoints.save(now, state, self._batches.get_state(), self._config)
+        kept = _kept(self._config, state)
+        self._checkpoints.save(now, kept, self._batches.get_state(), self._config)
         started = time.monotonic()
-        if stop.is_set():
+        if stops:
           break
     return state
 
@@ -283,15 +328,20 @@ class _Training:
 
   def eval_loss(self, params: nnx.State) -> float:
     """Mean nll over the response tokens of the held-out side, in nats."""
-    sums = [self._evaluate(params, batch) for batch in self._source.held_out]
+    sums = [self._evaluate(params, batch) for batch in self._held_out]
     nll, targets = np.sum(jax.device_get(sums), axis=0, dtype=np.float64)
     return float(nll / max(targets, 1.0))
 
   def finish(self, state: step.TrainState, workdir: pathlib.Path) -> None:
-    """Loss curve and sample."""
+    """Loss curve, and a sample where one process has all parameters."""
     t = self._config.train
     self._journal.plot()
-    model = nnx.merge(self._graphdef, state.params)
+    if jax.process_count() > 1:
+      return
+    params = state.params
+    if self._mesh is not None:
+      params = jax.device_put(params, jax.local_devices()[0])
+    model = nnx.merge(self._graphdef, params)
     tokenizer = self._source.tokenizer
     reply = generate.Engine(model, tokenizer, self._config.serve).generate(
         [generate.user_turn(tokenizer, t.sample_prompt, first=True)],

@@ -56,7 +56,8 @@ def next_token_nll(
 def sums(
     model: Transformer, batch: Batch, *, index_loss: str
 ) -> tuple[Sums, Float[Array, "layers E"]]:
-  """Loss numerators of a micro-batch and the expert loads of its layers."""
+  """Loss numerators of a micro-batch and the expert loads of its layers; on a mesh this share's."""
+  model = model.with_whole_ends()
   out = model(
       batch.tokens, batch.rows, batch.ngrams,
       index_loss=index_loss != "frozen", select_all=index_loss == "warmup",

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from deepseek_jax.checkpoint.released import path_names
+from deepseek_jax.parameter_paths import path_names
 from deepseek_jax.train import updates
 
 Group = Literal["muon", "sinkhorn", "adamw", "adamw_no_decay", "router_bias", "frozen"]
@@ -57,6 +57,10 @@ RULES = (
     Rule(r"hc_(attn|ffn)_(base|scale)", "adamw_no_decay"),
     Rule(r"attn\.attn_sink", "adamw_no_decay"),
     Rule(r"ffn\.gate\.(bias|bias_vl)", "router_bias"),
+    # Of rank r by construction: Muon would force one size on all r directions from the first step.
+    Rule(r".*\.lora\.lora_[ab]", "adamw"),
+    # Codes of weights that stay as released: no number that a step could move.
+    Rule(r".*\.weight\.value\.(codes|scales)", "frozen"),
 )
 _UNTRAINED = ("router_bias", "frozen")
 

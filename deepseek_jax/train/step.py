@@ -1,17 +1,25 @@
 """One training step: gradient over micro-batches, update, router biases; compiled once."""
 
+import functools
+import re
 from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from deepseek_jax.checkpoint import released
+from deepseek_jax import quantised, sharding
+from deepseek_jax.checkpoint.stored_checkpoint import read_base
 from deepseek_jax.config import Config
+from deepseek_jax.fields import require
+from deepseek_jax.nn.adapters import adapt, is_adapter
 from deepseek_jax.nn.transformer import Transformer
+from deepseek_jax.parameter_paths import path_names
 from deepseek_jax.schedule import Schedule
 from deepseek_jax.train import loss, optimizer
 from deepseek_jax.train.data import Batch
@@ -60,7 +68,14 @@ class Metrics(NamedTuple):
 
 
 class Gradient(NamedTuple):
-  """Of a whole step: mean gradient (f32, the parameters' tree), sums, counts and expert loads."""
+  """Of a whole step.
+
+  Attributes:
+    grads: mean gradient of the trained parameters, f32.
+    sums: of the step.
+    counts: of the step.
+    load: tokens of every expert.
+  """
 
   grads: nnx.State
   sums: loss.Sums
@@ -68,21 +83,41 @@ class Gradient(NamedTuple):
   load: Float[Array, "layers E"]
 
 
+def _model(config: Config) -> Transformer:
+  """Drawn from `train.seed`, with adapters if there are to be."""
+  seed = config.train.seed if config.train else 0
+  model = Transformer(config.model, config.compute, rngs=nnx.Rngs(seed))
+  return adapt(model, config.lora, rngs=nnx.Rngs(seed + 1))
+
+
+@functools.lru_cache(maxsize=8)
 def abstract_model(config: Config) -> tuple[nnx.GraphDef, nnx.State]:
   """Graph and parameter shapes of the experiment's model; allocates nothing."""
-  return nnx.split(
-      nnx.eval_shape(lambda: Transformer(config.model, config.compute, rngs=nnx.Rngs(0)))
-  )
+  graphdef, params = nnx.split(nnx.eval_shape(lambda: _model(config)))
+  if config.compute.stored_base:
+    frozen = lambda path: _groups(config, params)[0][path] == "frozen"
+    params = quantised.abstract(params, frozen)
+  return graphdef, params
 
 
 def _groups(config: Config, params: nnx.State) -> tuple[dict, tuple[str, ...]]:
-  """Optimiser groups, and the frozen patterns that index loss and configuration ask for."""
+  """Optimiser groups, and the patterns of what index loss, adapters and configuration freeze."""
   frozen = config.train.frozen
   if config.train.index_loss == "warmup":
     frozen += (_ALL_BUT_INDEXER,)
   elif config.train.index_loss == "frozen" and Schedule.from_config(config.model).index_sources:
     frozen += (INDEXER,)
-  return optimizer.parameter_groups(params, frozen), frozen
+  trainable = config.train.trainable
+  if config.lora is not None:
+    also = "".join(f"|.*(?:{pattern})" for pattern in trainable)
+    frozen += (rf"^(?!.*\.lora\.lora_[ab]$|.*ffn\.gate\.bias{also})",)
+  groups = optimizer.parameter_groups(params, frozen)
+  for pattern in trainable:
+    require(
+        any(re.search(pattern, ".".join(path)) for path in groups), "train.trainable", pattern,
+        "a regular expression that finds a parameter",
+    )  # fmt: skip
+  return groups, frozen
 
 
 def _schedule(config: Config) -> optax.Schedule:
@@ -104,20 +139,87 @@ def _optimizer(config: Config, params: nnx.State) -> optax.GradientTransformatio
   )
 
 
-def init_state(config: Config) -> TrainState:
-  """State before the first step, drawn from `train.seed`.
+def trained(config: Config, params: nnx.State) -> nnx.State:
+  """The parameters that have gradients and optimiser state, of a tree or of its shapes."""
+  return _of_groups(config, params, ("router_bias", "frozen"))
+
+
+def changing(config: Config, params: nnx.State) -> nnx.State:
+  """The parameters that a run from `train.init` changes, and so saves; all without `init`."""
+  return _of_groups(config, params, ("frozen",)) if config.train.init else params
+
+
+def _of_groups(config: Config, params: nnx.State, without: tuple[str, ...]) -> nnx.State:
+  """Parameters outside of some groups. The codes of stored weights have paths below a weight's."""
+  groups, _ = _groups(config, params)
+  chosen = lambda path, _: groups.get(tuple(map(str, path)), "frozen") not in without
+  return nnx.filter_state(params, chosen)
+
+
+def init_state(config: Config, mesh: Mesh | None = None) -> TrainState:
+  """State before the first step: drawn from `train.seed`, the same numbers on every mesh.
+
+  Every process draws all of it: a model larger than a host starts from `train.init`.
 
   Raises:
-    ValueError: the optimiser refuses the configuration (see `make_optimizer`).
+    ValueError: the optimiser refuses the configuration (see `make_optimizer`), or `train.init` is
+      no checkpoint of this model.
   """
+  if config.train.init:
+    return _started(config, mesh)
   # Not jitted: one program with every draw compiles twice as long as its kernels one by one.
-  model = Transformer(config.model, config.compute, rngs=nnx.Rngs(config.train.seed))
-  params = nnx.state(model)
-  opt_state = _optimizer(config, params).init(params)
-  return TrainState(params, opt_state, jnp.zeros((), jnp.int32))
+  params = nnx.state(_model(config))
+  opt_state = _optimizer(config, params).init(trained(config, params))
+  state = TrainState(params, opt_state, jnp.zeros((), jnp.int32))
+  if mesh is None:
+    return state
+  place = lambda a, s: jax.make_array_from_callback(a.shape, s, np.asarray(a).__getitem__)
+  return jax.tree.map(place, state, state_shardings(config, mesh))
 
 
-def make_gradient(graphdef: nnx.GraphDef, config: Config) -> Callable[[nnx.State, Batch], Gradient]:
+def _started(config: Config, mesh: Mesh | None) -> TrainState:
+  """The parameters of `train.init`, which has no adapters, and a fresh rest."""
+  wanted = abstract_state(config, mesh)
+  low_rank = lambda path, _: is_adapter(tuple(map(str, path)))
+  base = nnx.filter_state(wanted.params, lambda path, a: not low_rank(path, a))
+  params = read_base(config.train.init, config, base)
+  if config.lora is not None:
+    shardings = jax.tree.map(lambda a: a.sharding, nnx.filter_state(wanted.params, low_rank))
+    draw = lambda: nnx.filter_state(nnx.state(_model(config)), low_rank)
+    drawn = jax.jit(draw, out_shardings=None if mesh is None else shardings)()
+    params = nnx.merge_state(params, drawn)
+  fresh = lambda params: _optimizer(config, params).init(trained(config, params))
+  shardings = None
+  if mesh is not None:
+    shardings = jax.tree.map(lambda a: a.sharding, (wanted.opt_state, wanted.step))
+  start = lambda params: (fresh(params), jnp.zeros((), jnp.int32))
+  return TrainState(params, *jax.jit(start, out_shardings=shardings)(params))
+
+
+def abstract_state(config: Config, mesh: Mesh | None = None) -> TrainState:
+  """Shapes of the state, with shardings if there is a mesh; allocates nothing."""
+  _, params = abstract_model(config)
+  opt_state = jax.eval_shape(_optimizer(config, params).init, trained(config, params))
+  state = TrainState(params, opt_state, jax.ShapeDtypeStruct((), jnp.int32))
+  if mesh is None:
+    return state
+  specs = TrainState(
+      sharding.parameter_specs(params, mesh),
+      sharding.state_specs(opt_state, trained(config, params), mesh),
+      PartitionSpec(),
+  )
+  struct = lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s)
+  return jax.tree.map(struct, state, sharding.placed(specs, mesh))
+
+
+def state_shardings(config: Config, mesh: Mesh) -> TrainState:
+  """Where the state lies."""
+  return jax.tree.map(lambda a: a.sharding, abstract_state(config, mesh))
+
+
+def make_gradient(
+    graphdef: nnx.GraphDef, config: Config, mesh: Mesh | None = None
+) -> Callable[[nnx.State, Batch], Gradient]:
   """Gradient of a step's loss over a batch [G, B, T], G micro-batches in turn.
 
   The loss is (Σ nll) / targets + (weighted Σ balance + weighted Σ index divergence) / tokens, with
@@ -128,19 +230,16 @@ def make_gradient(graphdef: nnx.GraphDef, config: Config) -> Callable[[nnx.State
   Args:
     graphdef: of the model.
     config: its `train` section chooses the terms and the trained parameters.
+    mesh: of the parameters and the batch; None for one device.
 
   Returns:
-    A function of parameters and batch; untrained parameters have gradient zero.
+    A function of parameters and batch.
   """
   t = config.train
-  groups, _ = _groups(config, abstract_model(config)[1])
+  shapes = abstract_model(config)[1]
 
-  def trained(key, leaf):
-    untrained = groups[released.path_names(key)] in ("router_bias", "frozen")
-    return jax.lax.stop_gradient(leaf) if untrained else leaf
-
-  def micro_loss(params, micro, counts):
-    model = nnx.merge(graphdef, jax.tree_util.tree_map_with_path(trained, params))
+  def micro_loss(chosen, params, micro, counts):
+    model = nnx.merge(graphdef, nnx.merge_state(params, chosen))
     sums, load = loss.sums(model, micro, index_loss=t.index_loss)
     targets, tokens = (jnp.maximum(n, 1.0) for n in counts)
     total = t.index_loss_weight * sums.index / tokens
@@ -149,10 +248,11 @@ def make_gradient(graphdef: nnx.GraphDef, config: Config) -> Callable[[nnx.State
     return total, (sums, load)
 
   def gradient(params, batch):
-    counts = loss.Counts.of(batch)
+    counts = everywhere(loss.Counts.of(batch))
+    chosen = trained(config, params)
 
     def micro(one):
-      grads, (sums, load) = jax.grad(micro_loss, has_aux=True)(params, one, counts)
+      grads, (sums, load) = jax.grad(micro_loss, has_aux=True)(chosen, params, one, counts)
       return jax.tree.map(lambda g: g.astype(jnp.float32), grads), sums, load
 
     first = jax.tree.map(lambda a: a[0], batch)
@@ -162,9 +262,24 @@ def make_gradient(graphdef: nnx.GraphDef, config: Config) -> Callable[[nnx.State
       zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), jax.eval_shape(micro, first))
       add = lambda total, one: (jax.tree.map(jnp.add, total, micro(one)), None)
       (grads, sums, load), _ = jax.lax.scan(add, zeros, batch)
-    return Gradient(grads, sums, counts, load)
+    if mesh is not None:
+      grads = sharding.summed(grads, grad_specs)
+    return Gradient(grads, everywhere(sums), counts, everywhere(load))
 
-  return gradient
+  if mesh is None:
+    everywhere = lambda a: a
+    return gradient
+  # Inside, a device differentiates its share of the loss; collectives add up what others have.
+  everywhere = lambda a: jax.lax.psum(a, sharding.AXES)
+  grad_specs = sharding.parameter_specs(trained(config, shapes), mesh)
+  everyone = PartitionSpec()
+  return jax.shard_map(
+      gradient,
+      mesh=mesh,
+      in_specs=(sharding.parameter_specs(shapes, mesh), sharding.batch_spec(leading=1)),
+      out_specs=Gradient(grad_specs, everyone, everyone, everyone),
+      check_vma=False,
+  )
 
 
 def _moved_biases(
@@ -174,7 +289,7 @@ def _moved_biases(
   lengths = [len(run) for run in Schedule.from_config(config.model).runs]
 
   def move(key, leaf):
-    path = released.path_names(key)
+    path = path_names(key)
     if groups[path] != "router_bias" or path[-1] != "bias":
       return leaf
     start = sum(lengths[: int(path[1])])
@@ -185,7 +300,7 @@ def _moved_biases(
 
 
 def make_step(
-    graphdef: nnx.GraphDef, config: Config
+    graphdef: nnx.GraphDef, config: Config, mesh: Mesh | None = None
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
   """The compiled step. It donates its state: the one passed in must not be used again.
 
@@ -195,6 +310,7 @@ def make_step(
   Args:
     graphdef: of the model.
     config: the experiment.
+    mesh: of the state and the batch; None for one device.
 
   Returns:
     A jitted function of state and batch [G, B, T].
@@ -205,7 +321,7 @@ def make_step(
   shapes = abstract_model(config)[1]
   transform, schedule = _optimizer(config, shapes), _schedule(config)
   groups, _ = _groups(config, shapes)
-  gradient = make_gradient(graphdef, config)
+  gradient = make_gradient(graphdef, config, mesh)
   f32 = jnp.float32
 
   def apply(param, update):
@@ -213,8 +329,9 @@ def make_step(
 
   def step(state, batch):
     grads, sums, counts, load = gradient(state.params, batch)
-    updates, opt_state = transform.update(grads, state.opt_state, state.params)
-    params = jax.tree.map(apply, state.params, updates)
+    chosen = trained(config, state.params)
+    updates, opt_state = transform.update(grads, state.opt_state, chosen)
+    params = nnx.merge_state(state.params, jax.tree.map(apply, chosen, updates))
     if config.train.router_bias_speed:
       params = _moved_biases(params, load, config, groups)
     targets, tokens = (jnp.maximum(n, 1.0) for n in counts)
@@ -231,18 +348,25 @@ def make_step(
     )
     return TrainState(params, opt_state, state.step + 1), metrics
 
-  return jax.jit(step, donate_argnums=0)
+  if mesh is None:
+    return jax.jit(step, donate_argnums=0)
+  everyone = NamedSharding(mesh, PartitionSpec())
+  return jax.jit(step, donate_argnums=0, out_shardings=(state_shardings(config, mesh), everyone))
 
 
 def make_eval(
-    graphdef: nnx.GraphDef, config: Config
+    graphdef: nnx.GraphDef, config: Config, mesh: Mesh | None = None
 ) -> Callable[[nnx.State, Batch], tuple[Float[Array, ""], Float[Array, ""]]]:
   """The compiled evaluation of a batch [B, T]: Σ nll in nats, and the number of targets."""
-  del config
 
-  @jax.jit
   def evaluate(params, batch):
     sums, _ = loss.sums(nnx.merge(graphdef, params), batch, index_loss="frozen")
-    return sums.nll, jnp.sum(batch.weights)
+    found = sums.nll, jnp.sum(batch.weights)
+    return found if mesh is None else jax.lax.psum(found, sharding.AXES)
 
-  return evaluate
+  if mesh is None:
+    return jax.jit(evaluate)
+  specs = sharding.parameter_specs(abstract_model(config)[1], mesh), sharding.batch_spec()
+  return jax.jit(
+      jax.shard_map(evaluate, mesh=mesh, in_specs=specs, out_specs=PartitionSpec(), check_vma=False)
+  )

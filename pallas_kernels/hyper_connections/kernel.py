@@ -127,6 +127,7 @@ def block_of(tokens: int, dtype) -> int:
   return most if tokens > most else -(-tokens // GROUP) * GROUP
 
 
+@functools.partial(jax.jit, static_argnames=("iterations", "eps", "norm_eps", "saves"))
 def run(x, y, c, site, *, iterations, eps, norm_eps, saves):
   """[x'], [u, c'], [z] of flat tokens, as a list.
 

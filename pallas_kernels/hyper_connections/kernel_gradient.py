@@ -103,6 +103,7 @@ def _body(*refs, s: Sizes, update: bool):
       dy_ref[rows, at[0]] = out[m * GROUP :].astype(dy_ref.dtype)
 
 
+@functools.partial(jax.jit, static_argnames=("iterations", "eps", "norm_eps"))
 def run(x, y, xo, c, fn, dxo, du, g, pull, *, iterations, eps, norm_eps):
   """(d x, d y or None, d fn, d c) of flat tokens; without y, x' is x.
 

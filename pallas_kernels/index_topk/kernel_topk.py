@@ -318,6 +318,7 @@ def rows_at_once(rows: int, groups: int, budget: int) -> int:
   return max(n for n in (1, 2, 4, 8) if n == 1 or (n <= fitting and rows % n == 0))
 
 
+@functools.partial(jax.jit, static_argnames=("k", "tiled", "vmem"))
 def top_k(scores, k, *, tiled, vmem=VMEM):
   """Entries of the k best scores of every row, int32 [R, k]; see `op.top_k`.
 

@@ -204,6 +204,7 @@ def _kernel(x, *refs, which: Stored, together: int, pairs: int):
       _STEPS[which.name](rows.at[one], *outputs, turn * together + one)
 
 
+@functools.partial(jax.jit, static_argnums=(2, 3))
 def pack(x, rotation, which: Stored, block: int):
   """See `op.pack`; `block` rows a grid step."""
   together = math.gcd(block // which.unit, _TOGETHER[which.name])

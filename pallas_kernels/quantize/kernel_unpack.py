@@ -21,6 +21,7 @@ _KERNELS = {
 }
 
 
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
 def unpack(buffers, which: stored.Stored, arithmetic: str, block: int | None = None):
   """See `op.unpack`; `arithmetic` is one of those in `decode`, `block` rows a grid step."""
   rows = buffers[0].size // (sum(which.words) if which.interleaved else which.words[0])

@@ -277,6 +277,7 @@ def _lanes(a):
   return jnp.pad(a, ((0, 0),) * (a.ndim - 1) + ((0, -a.shape[-1] % LANES),))
 
 
+@functools.partial(jax.jit, static_argnums=0)
 def attend(s: Sizes, q, entries, slots, near, near_lse):
   """Joint attention of the selected entries and a part (near, near_lse).
 

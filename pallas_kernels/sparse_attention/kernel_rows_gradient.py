@@ -272,6 +272,7 @@ def _segment(s: Sizes, start, q, entries, slots, lse, dout, delta):
   )
 
 
+@functools.partial(jax.jit, static_argnums=0)
 def gradients(s: Sizes, q, entries, slots, lse, dout, delta):
   """Gradients of q and entries, f32 where several passes are summed.
 

@@ -210,6 +210,7 @@ def overlapping(s: Sizes, channels: int, blocks: int):
   return pl.BlockSpec(shape, lambda b, i: (b, i * s.block if blocks > 1 else 0, 0))
 
 
+@functools.partial(jax.jit, static_argnums=0)
 def attend(s: Sizes, q, o: Operands, sink):
   """The output and log Σ exp [B, T, N], f32."""
   b, t, n, h = q.shape

@@ -100,6 +100,7 @@ def _lanes(s: Sizes, a, t):
   return a.reshape(a.shape[0], t // s.rows, s.rows * s.heads)
 
 
+@functools.partial(jax.jit, static_argnums=0)
 def gradients(s: Sizes, q, o: Operands, lse, dout, dlse):
   """(d q, d kv of o.kv in f32, Σ_keys p·dp − dlse [B, T, N]); T a multiple of the block."""
   b, t, n, h = q.shape

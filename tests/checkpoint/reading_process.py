@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from deepseek_jax.checkpoint import released_reader
 from deepseek_jax.checkpoint.shards import Shards
-from deepseek_jax.config import read_released
+from deepseek_jax.model_config import read_released
 from deepseek_jax.nn.transformer import Transformer
 
 CHECKPOINT = pathlib.Path(__file__).parents[1] / "golden" / "checkpoint_tiny"

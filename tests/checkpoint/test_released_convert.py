@@ -24,7 +24,9 @@ from deepseek_jax.checkpoint import (
 )
 from deepseek_jax.checkpoint.partial_folder import open_partial
 from deepseek_jax.checkpoint.shards import INDEX, Shards
-from deepseek_jax.config import ComputeConfig, Config, read_released
+from deepseek_jax.config import ComputeConfig, Config
+from deepseek_jax.model_config import read_released
+from deepseek_jax.parameter_paths import path_names
 
 CHECKPOINT = pathlib.Path(__file__).parents[1] / "golden" / "checkpoint_tiny"
 CONFIG = Config(read_released(CHECKPOINT / "config.json"))
@@ -49,7 +51,7 @@ def decoded(tmp_path_factory):
 def weights():
   """Every parameter under its released name."""
   model = released_reader.load(Shards(CHECKPOINT), conversion.abstract_model(CONFIG)).model
-  return released.to_released(nnx.split(model)[1], model.schedule)
+  return released.to_released(nnx.split(model)[1], model.config)
 
 
 def forget(workdir, tmp_path):
@@ -73,7 +75,7 @@ def raw(folder):
 
 
 def same_weights(model, weights):
-  named = released.to_released(nnx.split(model)[1], model.schedule)
+  named = released.to_released(nnx.split(model)[1], model.config)
   assert named.keys() == weights.keys()
   for name, value in weights.items():
     np.testing.assert_array_equal(named[name], value, err_msg=name)
@@ -154,7 +156,7 @@ def trained(workdir, change):
 
   def changed(path, leaf):
     value = np.array(leaf)
-    change(".".join(released.path_names(path)), value)
+    change(".".join(path_names(path)), value)
     return jnp.asarray(value)
 
   state = jax.tree_util.tree_map_with_path(changed, state)
@@ -185,6 +187,17 @@ def test_after_training_only_touched_blocks_have_other_bytes(tmp_path):
   assert np.frombuffer(ours["norm.weight"][2], jnp.bfloat16)[3] == 2.5
   for name in ("config.json", "tokenizer.json", INDEX):
     assert (tmp_path / "back" / name).read_bytes() == (CHECKPOINT / name).read_bytes()
+
+
+def test_rows_of_a_table_that_nothing_reads_are_not_written(tmp_path):
+  def change(name, value):
+    if name.endswith("engram.embed.weight"):
+      rows = max(n for n in CONFIG.model.engram_num_embeddings if n < value.shape[1])
+      value[0, rows:] = np.nan
+
+  run = trained(tmp_path / "run", change)
+  released_export.to_released(run, tmp_path / "back", original=CHECKPOINT)
+  assert files_of(tmp_path / "back") == files_of(CHECKPOINT)
 
 
 def test_a_run_without_an_original_gets_shards_of_its_own(tmp_path, weights):

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deepseek_jax.checkpoint import weight_formats
-from deepseek_jax.checkpoint.quantised import Quantised, dequantised
-from deepseek_jax.checkpoint.weight_formats import FORMATS, FP4_ROWS, FP8_ROWS, FP8_TILES
+from deepseek_jax import weight_formats
+from deepseek_jax.quantised import Quantised, dequantised
+from deepseek_jax.weight_formats import FORMATS, FP4_ROWS, FP8_ROWS, FP8_TILES
 from pallas_kernels.quantize import op
 from pallas_kernels.quantize.formats import Format
 

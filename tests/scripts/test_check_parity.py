@@ -14,7 +14,6 @@ from deepseek_jax.config import ModelConfig
 from deepseek_jax.eval import golden as files
 from deepseek_jax.eval import served
 from deepseek_jax.nn.transformer import Transformer
-from deepseek_jax.schedule import Schedule
 from scripts import check_parity
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden"
@@ -43,7 +42,7 @@ def stored():
   """Arrays of the other model as a golden file holds them: by rounding, `()` or `ALL`."""
   ids = np.random.default_rng(0).integers(0, 20, LENGTH).astype(np.int32)
   state = jax.jit(lambda: nnx.state(Transformer(CONFIG, rngs=nnx.Rngs(1))))()
-  named = released.to_released(state, Schedule.from_config(CONFIG))
+  named = released.to_released(state, CONFIG)
   arrays = {}
   for rounding in (ALL, ()):
     model = released.load(check_parity._shapes(CONFIG, rounding), named)
@@ -62,7 +61,7 @@ def stored():
     arrays[rounding] = a
   loss, grads = jax.device_get(check_parity._gradient(model, ids[None], None))
   arrays["gradients"] = {"loss": loss} | {
-      f"g/{name}": value for name, value in released.to_released(grads, model.schedule).items()
+      f"g/{name}": value for name, value in released.to_released(grads, model.config).items()
   }
   return arrays
 

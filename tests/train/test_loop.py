@@ -111,7 +111,7 @@ def saved_digests(workdir):
   checkpoints = Checkpoints(workdir / "checkpoints")
   record = checkpoints._record(checkpoints.steps()[-1])
   checkpoints.close()
-  return {name: array["sha256"] for name, array in record["arrays"].items()}
+  return {name: array["checksum"] for name, array in record["arrays"].items()}
 
 
 class Killed(BaseException):

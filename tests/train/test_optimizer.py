@@ -10,6 +10,7 @@ import optax
 import pytest
 from flax import nnx
 
+from deepseek_jax.parameter_paths import path_names
 from deepseek_jax.train import optimizer as opt
 
 V, D, N, H, L, R, O, I, J, E, F, M = 11, 8, 4, 6, 5, 3, 2, 3, 7, 3, 5, 4
@@ -53,7 +54,7 @@ def nest(flat):
 
 def flatten(tree):
   leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
-  return {".".join(opt.path_names(key)): np.array(leaf) for key, leaf in leaves}
+  return {".".join(path_names(key)): np.array(leaf) for key, leaf in leaves}
 
 
 def random_tree(seed, scale=1.0, names=tuple(SHAPES)):
@@ -106,14 +107,12 @@ def rms(x, axis=None):
 
 
 def test_every_parameter_has_exactly_one_rule():
-  for name in SHAPES:
-    short = name.removeprefix("runs.0.")
-    assert sum(bool(re.fullmatch(rule.pattern, short)) for rule in opt.RULES) == 1, name
+  for name in (name.removeprefix("runs.0.") for name in SHAPES):
+    assert sum(bool(re.fullmatch(rule.pattern, name)) for rule in opt.RULES) == 1, name
   groups = {".".join(path): group for path, group in opt.parameter_groups(PARAMS).items()}
   assert set(groups) == set(SHAPES)
-  assert {n for n, g in groups.items() if g == "sinkhorn"} == set(SINKHORN)
-  assert {n for n, g in groups.items() if g == "router_bias"} == set(ROUTER)
-  assert {n for n, g in groups.items() if g == "adamw_no_decay"} == set(NO_DECAY)
+  for kind, names in dict(sinkhorn=SINKHORN, router_bias=ROUTER, adamw_no_decay=NO_DECAY).items():
+    assert {n for n, g in groups.items() if g == kind} == set(names)
   assert {n for n, g in groups.items() if g == "adamw"} == {
       n for n in SHAPES if re.search(r"norm\.weight|hc_.*_fn|engram\.[qk]_weight", n)
   }
@@ -121,6 +120,7 @@ def test_every_parameter_has_exactly_one_rule():
 
 def test_every_rule_has_a_parameter():
   names = [name.removeprefix("runs.0.") for name in SHAPES]
+  names += ["attn.wq_a.lora.lora_a", "attn.wq_a.weight.value.codes"]
   for rule in opt.RULES:
     assert any(re.fullmatch(rule.pattern, name) for name in names), rule.pattern
 

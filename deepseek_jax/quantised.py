@@ -1,14 +1,17 @@
 """Weights that stay as released while they are frozen: codes and scales, decoded where used."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from deepseek_jax.checkpoint import weight_formats
+from deepseek_jax import weight_formats
+from deepseek_jax.parameter_paths import path_names
 from pallas_kernels.quantize import op
 from pallas_kernels.quantize.formats import FP8_WINDOW
 
@@ -39,6 +42,11 @@ class Quantised:
     per_byte = weight_formats.FORMATS[self.format].per_byte
     return *self.codes.shape[:-1], self.codes.shape[-1] * per_byte
 
+  @property
+  def dtype(self) -> Any:
+    """Of the codes: no float, so nothing that multiplies takes it for a plain weight."""
+    return self.codes.dtype
+
   def dequantise(self, dtype: DTypeLike = jnp.float32) -> Float[Array, "..."]:
     """The values; bfloat16 holds every one exactly."""
     if self.format == "fp4_rows":
@@ -64,6 +72,34 @@ class Quantised:
 def is_quantised(leaf: Any) -> bool:
   """For `is_leaf` of `jax.tree.map`."""
   return isinstance(leaf, Quantised)
+
+
+def abstract(params: Any, keep: Callable[[tuple[str, ...]], bool] = lambda path: True) -> Any:
+  """Shapes of the parameters as a released checkpoint gives them with weights kept as stored.
+
+  For programs that are compiled before there is a checkpoint.
+
+  Args:
+    params: tree of arrays or `jax.ShapeDtypeStruct` whose key paths spell the parameters' names.
+    keep: decides by path; asked only about parameters that are released in FP8 or FP4.
+
+  Returns:
+    The tree with `Quantised` of two `jax.ShapeDtypeStruct` where a weight is kept; they have no
+    sharding.
+  """
+
+  def one(key_path, leaf):
+    path = path_names(key_path)
+    stored = weight_formats.storage(path)[1]
+    if stored is None or not keep(path):
+      return leaf
+    return Quantised(
+        jax.ShapeDtypeStruct(stored.code_shape(leaf.shape), stored.code_dtype),
+        jax.ShapeDtypeStruct(stored.scale_shape(leaf.shape), np.uint8),
+        stored.name,
+    )
+
+  return jax.tree_util.tree_map_with_path(one, params)
 
 
 def dequantised(tree: Any, dtype: DTypeLike = jnp.float32) -> Any:

@@ -35,6 +35,11 @@ class WeightFormat:
     """Codes in one byte; the low nibble is the even input."""
     return 8 // self.element.bits
 
+  @property
+  def code_dtype(self) -> type:
+    """Of an array of codes."""
+    return np.int8 if self.per_byte == 2 else np.uint8
+
   def code_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
     """Of the codes of a weight [..., out, in]."""
     return *shape[:-1], shape[-1] // self.per_byte
@@ -109,6 +114,27 @@ FP8_TILES = WeightFormat("fp8_tiles", "F8_E4M3", 32, E4M3)
 FP8_ROWS = WeightFormat("fp8_rows", "F8_E4M3", 1, E4M3)
 FP4_ROWS = WeightFormat("fp4_rows", "I8", 1, E2M1)
 FORMATS = {f.name: f for f in (FP8_TILES, FP8_ROWS, FP4_ROWS)}
+
+_FP8_LINEAR = frozenset({"wq_a", "wq_b", "wkv", "wo_a", "wo_b"})
+_F32 = frozenset({"attn_sink", "bias", "bias_vl"})
+
+
+def storage(path: tuple[str, ...]) -> tuple[str, WeightFormat | None]:
+  """File dtype and block format of a released parameter."""
+  rest = path[2:] if path[0] == "runs" else path
+  if rest[-1] != "weight":
+    return ("F32" if rest[-1] in _F32 or rest[-1].startswith("hc_") else "BF16"), None
+  if rest[:2] == ("ffn", "experts"):
+    return FP4_ROWS.dtype, FP4_ROWS
+  if rest[:2] == ("engram", "embed"):
+    return FP8_ROWS.dtype, FP8_ROWS
+  linear = rest[0] == "attn" and rest[1] in _FP8_LINEAR
+  if linear or rest in (("attn", "indexer", "wq_b", "weight"), ("engram", "wkv", "weight")):
+    return FP8_TILES.dtype, FP8_TILES
+  if rest[:2] == ("ffn", "shared_experts"):
+    return FP8_TILES.dtype, FP8_TILES
+  return "BF16", None
+
 
 _NUMPY = {E4M3: ml_dtypes.float8_e4m3fn, E2M1: ml_dtypes.float4_e2m1fn}
 _BYTES = np.arange(256, dtype=np.uint8)
