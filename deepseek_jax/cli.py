@@ -24,6 +24,8 @@ _SECTIONS = {
     name: kind if dataclasses.is_dataclass(kind) else typing.get_args(kind)[0]
     for name, kind in typing.get_type_hints(Config).items()
 }
+# Sections without which a configuration does something else; they are never filled in.
+_OPTIONAL = tuple(field.name for field in dataclasses.fields(Config) if field.default is None)
 
 
 class ConfigFlag:
@@ -88,7 +90,7 @@ def load(path: str) -> ml_collections.ConfigDict:
   for name, kind in _SECTIONS.items():
     if isinstance(config.get(name), ml_collections.ConfigDict):
       _fill(config[name], kind)
-    elif name not in config and name != "train":
+    elif name not in config and name not in _OPTIONAL:
       config[name] = {}
       _fill(config[name], kind)
   return config

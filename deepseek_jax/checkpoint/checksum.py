@@ -68,10 +68,10 @@ def of_arrays(arrays: Mapping[str, Any]) -> dict[str, str]:
     ValueError: copies on different devices differ, another sharding, or a dtype that has not 1, 2
       or 4 bytes.
   """
-  # All programs are started before the first result is waited for.
-  started = {name: _start(name, array) for name, array in arrays.items()}
   found = {}
-  for name, copies in started.items():
+  for name, array in arrays.items():
+    # One at a time: two programs in flight exchange in any order on CPU devices, and wait for ever.
+    copies = _start(name, array)
     values = {spell(np.asarray(sums)) for sums in copies}
     if len(values) > 1:
       raise ValueError(f"array {name}: its copies on {len(copies)} devices are not the same")

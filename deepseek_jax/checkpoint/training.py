@@ -56,9 +56,9 @@ def names_of(tree: Any) -> dict[str, Any]:
 def check_config(saved: str, config: Config) -> None:
   """Refuses to resume another experiment.
 
-  The fields of `MAY_CHANGE` and of `serve` may differ. `train.steps` may differ under the constant
-  schedule alone: the others place their decay by it, so that the finished steps would have had
-  other rates.
+  The fields of `MAY_CHANGE`, of `serve` and of `mesh` may differ. `train.steps` may differ under
+  the constant schedule alone: the others place their decay by it, so that the finished steps would
+  have had other rates.
 
   Args:
     saved: `Config.to_json` of the checkpoint.
@@ -67,7 +67,9 @@ def check_config(saved: str, config: Config) -> None:
   Raises:
     ValueError: fields differ; the message names the first ones.
   """
-  flat = lambda text: {k: v for k, v in _fields(json.loads(text)) if not k.startswith("serve.")}
+  flat = lambda text: {
+      k: v for k, v in _fields(json.loads(text)) if not k.startswith(("serve.", "mesh."))
+  }
   before, now = flat(saved), flat(config.to_json())
   free = MAY_CHANGE | ({"train.steps"} if config.train.schedule == "constant" else set())
   keys = sorted(before.keys() | now.keys())

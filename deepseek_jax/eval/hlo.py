@@ -25,11 +25,13 @@ class Collectives(NamedTuple):
       is not known.
     bytes: of their results, over all executions.
     largest: bytes of the largest single result.
+    second: bytes of the largest result that is smaller.
   """
 
   count: int
   bytes: int
   largest: int
+  second: int = 0
 
 
 def result_bytes(text: str) -> int:
@@ -75,16 +77,19 @@ def _executions(hlo: str) -> dict[str, int]:
 def collectives(hlo: str) -> dict[str, Collectives]:
   """Collectives of an optimised program by kind."""
   runs, name = _executions(hlo), None
-  found: dict[str, Collectives] = {}
+  sizes: dict[str, dict[int, int]] = {}
   for line in hlo.splitlines():
     if line.endswith("{") and " = " not in line:
       name = line.removeprefix("ENTRY ").split(" ")[0].lstrip("%")
       continue
     match = _COLLECTIVE.search(line)
     if match and name is not None:
-      size, times = result_bytes(match[1]), max(1, runs.get(name, 1))
-      old = found.get(match[2], Collectives(0, 0, 0))
-      found[match[2]] = Collectives(
-          old.count + times, old.bytes + times * size, max(old.largest, size)
-      )
+      counts = sizes.setdefault(match[2], {})
+      size = result_bytes(match[1])
+      counts[size] = counts.get(size, 0) + max(1, runs.get(name, 1))
+  found = {}
+  for kind, counts in sizes.items():
+    total = sum(size * times for size, times in counts.items())
+    largest = sorted(counts, reverse=True)[:2]
+    found[kind] = Collectives(sum(counts.values()), total, *largest)
   return found

@@ -37,7 +37,7 @@ TRAIN = TrainConfig(
 )  # fmt: skip
 
 # data, fsdp, expert, seq
-MESHES = [(8, 1, 1, 1), (1, 2, 4, 1), (1, 1, 8, 1), (1, 1, 2, 4), (2, 2, 1, 2)]
+MESHES = [(8, 1, 1, 1), (1, 2, 4, 1), (1, 1, 8, 1), (1, 1, 2, 4)]
 
 
 def meshes(*more):
@@ -85,7 +85,7 @@ def alone():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sizes", [(1, 1, 2, 4), (2, 2, 1, 2)])
+@pytest.mark.parametrize("sizes", [(2, 2, 1, 2)])
 def test_gradients(sizes):
   config = experiment(sizes)
   mesh = sharding.make_mesh(config.mesh)
@@ -143,7 +143,7 @@ def traced(sizes):
 
 
 @pytest.mark.slow
-@meshes((1, 8, 1, 1), (1, 1, 1, 8))
+@meshes((1, 1, 1, 8))
 def test_logits_and_selections(sizes):
   logits, slots = traced(sizes)
   expected, chosen = traced((1, 1, 1, 1))
