@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
@@ -102,7 +103,9 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
     raise ValueError(
         f"mesh is {told} = {math.prod(sizes)}; it must be the number of devices, {len(devices)}"
     )
-  return jax.make_mesh(sizes, AXES, (AxisType.Auto,) * len(AXES), devices=devices)
+  # An axis may be a part of one of the network's: 128 of a slice of 16 × 16.
+  grid = mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
+  return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
 def _spec(path: tuple[str, ...], shape: tuple[int, ...], mesh: Mesh, dense: bool) -> PartitionSpec:

@@ -21,8 +21,8 @@ def sliced(**mesh) -> Config:
   config.model.update(
       num_hidden_layers=3, compress_ratios=(2, 2, 1), kv_source_layer_ids=(0, 2),
       index_source_layer_ids=(0, 2), candidate_source_layer_id=2, n_routed_experts=EXPERTS,
-      vocab_size=99200, engram_layer_ids=(1,), engram_num_embeddings=(384006168,),
-      num_nextn_predict_layers=0,
+      vocab_size=4096, engram_layer_ids=(1,), engram_num_embeddings=(384006168,),
+      engram_compressed_vocab_size=4096, num_nextn_predict_layers=0,
   )  # fmt: skip
   config.train.update(seq_len=8192, frozen=(r"engram\.embed",))
   found = Config.from_config_dict(config)
@@ -33,14 +33,14 @@ def test_a_training_step_gathers_no_bank_and_no_table():
   config = sliced(expert=4, seq=2)
   found = fit.compile_for(topologies.topology("v6e:2x4"), config, "train")
   model = config.model
-  bank = 2 * EXPERTS * model.moe_intermediate_size * model.hidden_size
+  bank = 2 * EXPERTS * model.moe_intermediate_size * model.hidden_size  # one of its matrices
   table = 2 * 384006168 * model.engram_head_dim
   moved = found["collectives"]
-  # The largest are embedding and head, 1.0 GB in bf16; one of the three matrices of all experts
-  # would be 0.4 GB and is looked for by its own size.
-  ends = 2 * model.vocab_size * model.hidden_size
-  assert moved["all-gather"]["largest"] == ends < table / 100
-  assert moved["all-gather"]["second"] < bank / 4
+  # XLA may gather by an all-reduce over zeros.
+  gathers = [
+      each["largest"] for kind, each in moved.items() if kind in ("all-gather", "all-reduce")
+  ]
+  assert max(gathers) < min(bank, table) / 4
   assert moved["all-to-all"]["count"] > 0
   # Rows of tables and experts are shared out: a chip holds an eighth.
   assert abs(found["bytes_by_kind_per_chip"]["engram_tables"] / (table / 8) - 1) < 0.001

@@ -91,14 +91,18 @@ def _kinds(args: tuple) -> dict[str, int]:
   """Bytes of arguments on one device by kind, before the compiler's padding."""
   import jax
 
+  from deepseek_jax.parameter_paths import path_names
+
   found: dict[str, int] = {}
   for key, leaf in jax.tree_util.tree_flatten_with_path(args)[0]:
-    text = jax.tree_util.keystr(key)
-    if "opt_state" in text:
+    names = path_names(key)
+    if "opt_state" in names:
       kind = "optimiser"
-    elif "params" in text or "runs" in text or "head" in text or "embed" in text:
-      kind = "engram_tables" if "engram" in text and "'embed'" in text else "parameters"
-    elif re.search(r"main_kv|index_keys|window|tails|history", text):
+    elif "engram" in names and "embed" in names:
+      kind = "engram_tables"
+    elif {"params", "runs", "head", "embed", "norm"} & set(names):
+      kind = "parameters"
+    elif {"main_kv", "index_keys", "encoder_window", "decoder_window", "tails"} & set(names):
       kind = "cache"
     else:
       kind = "batch"
@@ -181,7 +185,8 @@ def _account(compiled: Any, at: Topology) -> dict[str, Any]:
   arguments, temp = memory.argument_size_in_bytes, memory.temp_size_in_bytes
   total = arguments + temp + memory.output_size_in_bytes - memory.alias_size_in_bytes
   moved = hlo.collectives(text)
-  network = sum(each.bytes for each in moved.values())
+  # An all-reduce sends everything twice.
+  network = sum(each.bytes * (1 + (kind == "all-reduce")) for kind, each in moved.items())
   seconds = {
       "compute": cost.get("flops", 0.0) / chip.bf16_flops,
       "memory": cost.get("bytes accessed", 0.0) / chip.hbm_bandwidth,

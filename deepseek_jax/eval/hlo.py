@@ -25,13 +25,11 @@ class Collectives(NamedTuple):
       is not known.
     bytes: of their results, over all executions.
     largest: bytes of the largest single result.
-    second: bytes of the largest result that is smaller.
   """
 
   count: int
   bytes: int
   largest: int
-  second: int = 0
 
 
 def result_bytes(text: str) -> int:
@@ -90,6 +88,5 @@ def collectives(hlo: str) -> dict[str, Collectives]:
   found = {}
   for kind, counts in sizes.items():
     total = sum(size * times for size, times in counts.items())
-    largest = sorted(counts, reverse=True)[:2]
-    found[kind] = Collectives(sum(counts.values()), total, *largest)
+    found[kind] = Collectives(sum(counts.values()), total, max(counts))
   return found

@@ -35,8 +35,15 @@ def _integers(*shape: int) -> jax.ShapeDtypeStruct:
 
 def _serving(config: Config, batch: int, capacity: int) -> tuple[Transformer, Cache]:
   model = nnx.eval_shape(lambda: Transformer(config.model, config.compute, rngs=nnx.Rngs(0)))
-  cache = Cache.init(config.model, CacheFormats(), batch=batch, capacity=capacity)
-  return model, jax.tree.map(_shape, cache)
+  formats = config.serve.cache or CacheFormats()
+  # An empty cache is allocated: of one line and of two, which shows where the lines are.
+  one, two = (Cache.init(config.model, formats, batch=n, capacity=capacity) for n in (1, 2))
+
+  def shape(a, b):
+    sizes = (batch if n != m else n for n, m in zip(a.shape, b.shape))
+    return jax.ShapeDtypeStruct(tuple(sizes), a.dtype)
+
+  return model, jax.tree.map(shape, one, two)
 
 
 def _on(mesh: Mesh | None, fn: Callable, model: Transformer, cache: Cache, *rest: Any) -> tuple:
