@@ -6,7 +6,8 @@ experts, 60 M parameters; nothing else has a gradient or optimiser state.
 Command: `scripts/convert_checkpoint.py --source=RELEASED --target=runs/flash`, then on every host
 `scripts/finetune.py --config=configs/flash_lora.py --config.train.init=runs/flash --workdir=DIR`.
 
-Cost: see "What fits" in docs/pods.md. It has been compiled for TPU slices and never been run.
+Cost: see "What fits" in docs/pods.md. With `compute.stored_base=False` it has been compiled for 128
+chips of v5p (36 GB a chip); it has never been run.
 """
 
 import importlib.util

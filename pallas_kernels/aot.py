@@ -176,12 +176,12 @@ def compile_each(
   except subprocess.TimeoutExpired as error:
     raise CompilationError(f"{target} for {generation}: not compiled in {timeout:g} s") from error
   if done.returncode:
-    raise CompilationError(f"{target} for {generation}:\n{_last_error(done.stderr)}")
+    raise CompilationError(f"{target} for {generation}:\n{last_error(done.stderr)}")
   found = [json.loads(line) for line in done.stdout.splitlines()[-len(arguments) :]]
   return [Report(**{**each, "kernels": tuple(each["kernels"])}) for each in found]
 
 
-def _last_error(text: str) -> str:
+def last_error(text: str) -> str:
   """The exception at the end of a process's log, without the traces before it."""
   starts = re.finditer(r"(?m)^[\w.]+(?:Error|Exit|Exception)\b", text)
   start = max((match.start() for match in starts), default=max(0, len(text) - 4000))

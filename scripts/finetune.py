@@ -32,7 +32,10 @@ def main() -> dict | None:
   distributed.initialize(
       _ADDRESS.value, _PROCESSES.value, _PROCESS_ID.value, timeout_seconds=_JOIN_SECONDS.value
   )
-  logging.info(distributed.environment_check(_EXPECT_TPU.value))
+  try:
+    logging.info(distributed.environment_check(_EXPECT_TPU.value))
+  except RuntimeError as error:
+    raise OSError(error) from error
   with distributed.together():
     summary = loop.run(config, _WORKDIR.value, _RESUME.value, profile=_PROFILE.value)
   return summary if distributed.is_main() else None

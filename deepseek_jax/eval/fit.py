@@ -26,8 +26,8 @@ from pallas_kernels.chips import CHIPS
 MODES = ("train", "prefill", "decode")
 
 
-class CompilationError(RuntimeError):
-  """The compiler refused the program, for another reason than memory."""
+class CompilationError(ValueError):
+  """The compiler refused the program, for another reason than memory, or was too slow."""
 
 
 def compile_for(
@@ -71,7 +71,7 @@ def compile_for(
   except subprocess.TimeoutExpired as error:
     raise CompilationError(f"{mode} for {at.name}: not compiled in {timeout:g} s") from error
   if done.returncode:
-    raise CompilationError(f"{mode} for {at.name}:\n{done.stderr[-4000:]}")
+    raise CompilationError(f"{mode} for {at.name}: {aot.last_error(done.stderr)}")
   return json.loads(done.stdout.splitlines()[-1])
 
 

@@ -51,6 +51,7 @@ LOADS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("load", LOADS)
 @pytest.mark.parametrize(("sizes", "axes"), [((1, 1, 2, 4), EXPERTS), ((2, 2, 1, 2), AXES)])
 def test_results_and_gradients_are_those_of_a_direct_look_up(load, sizes, axes):

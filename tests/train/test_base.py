@@ -63,7 +63,7 @@ def config(tmp_path_factory):
 @pytest.fixture(scope="module")
 def trained(config, tmp_path_factory):
   workdir = tmp_path_factory.mktemp("lora") / "run"
-  loop.run(config, workdir)
+  loop.run(config, workdir, profile=1)
   return workdir
 
 
@@ -82,6 +82,10 @@ def test_a_checkpoint_holds_what_the_run_changed_and_nothing_of_the_base(trained
   saved = {name for name in arrays(trained) if name.startswith("params.")}
   assert any(name.endswith("attn.wq_a.lora.lora_a") for name in saved)
   assert all(".lora." in name or ".ffn.gate.bias" in name for name in saved)
+
+
+def test_a_trace_was_written_on_request(trained):
+  assert list((trained / "profile").rglob("*.xplane.pb"))
 
 
 def test_the_model_of_the_run_is_base_and_adapters(config, trained):
