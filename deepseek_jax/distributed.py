@@ -21,7 +21,6 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 from absl import logging
 
 # No public function hands out the key-value store; Orbax reads the same attribute. The public
@@ -29,7 +28,6 @@ from absl import logging
 from jax._src import cloud_tpu_init
 from jax._src.distributed import global_state as _state
 from jax.experimental import multihost_utils
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from deepseek_jax.fields import require
 
@@ -323,57 +321,6 @@ class Terminations:
     if jax.distributed.is_initialized() and not self.asked:
       self.asked = multihost_utils.reached_preemption_sync_point(next(_steps))
     return self.asked
-
-
-def process_lines(mesh: Mesh, spec: PartitionSpec, lines: int) -> tuple[int, int]:
-  """The lines [start, stop) of a batch that the devices of this process hold.
-
-  Args:
-    mesh: of all processes.
-    spec: of the batch; the first axis that it spreads is that of the lines.
-    lines: of the whole batch.
-
-  Raises:
-    ValueError: the mesh does not divide the lines, or those of the process are in several pieces.
-  """
-  names = next(part for part in spec if part is not None)
-  sharding = NamedSharding(mesh, PartitionSpec(names))
-  process = jax.process_index()
-  parts = np.prod([mesh.shape[name] for name in ((names,) if isinstance(names, str) else names)])
-  require(lines % parts == 0, "lines of a batch", lines, f"a multiple of {parts}, mesh {names}")
-  indices = sharding.devices_indices_map((lines,))
-  held = sorted({i[0].indices(lines)[:2] for d, i in indices.items() if d.process_index == process})
-  if any(stop != start for (_, stop), (start, _) in itertools.pairwise(held)):
-    told = ", ".join(f"[{start}, {stop})" for start, stop in held)
-    raise ValueError(
-        f"process {process} holds lines {told} of {lines}; they must be one piece: order the"
-        f" devices by process along mesh {names}"
-    )
-  return held[0][0], held[-1][1]
-
-
-def global_batch(mesh: Mesh, spec: PartitionSpec, tree: Any, lines: int) -> Any:
-  """Arrays over all processes, of lines that lie in the memory of each.
-
-  Args:
-    mesh: of all processes.
-    spec: of the batch; the first axis that it spreads is that of the lines.
-    tree: NumPy arrays with all lines, or with those of `process_lines`; other axes are whole.
-    lines: of the whole batch.
-
-  Raises:
-    ValueError: another number of lines; see also `process_lines`.
-  """
-  start, stop = process_lines(mesh, spec, lines)
-  axis = next(i for i, part in enumerate(spec) if part is not None)
-
-  def one(array):
-    own, shape = array.shape[axis], (*array.shape[:axis], lines, *array.shape[axis + 1 :])
-    require(own in (lines, stop - start), "lines of a batch", own, f"{lines} or {stop - start}")
-    sharding = NamedSharding(mesh, PartitionSpec(*spec[: array.ndim]))
-    return jax.make_array_from_process_local_data(sharding, array, shape)
-
-  return jax.tree.map(one, tree)
 
 
 def environment_check(expect_tpu: bool = False) -> str:

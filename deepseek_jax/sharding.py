@@ -51,28 +51,21 @@ class Rule(NamedTuple):
   stay: tuple[tuple[int, tuple[str, ...]], ...] = ()
 
 
-# The axis is one that Muon's Gram matrix sums over, where there is a choice: then a step of
-# Newton-Schulz moves that matrix alone. Scales of
-# experts and tables follow their codes.
+# Matrices are cut along the longer axis where that leaves Muon's Gram matrix to be summed (wq_a) or
+# heads, groups and the like whole (wq_b). Scales of experts and tables follow their codes.
 RULES = (
     # One scale a tile: 7 MB in all dense weights of the released model.
     Rule(r"(?!ffn\.experts\.|engram\.embed\.).*\.scales"),
-    Rule(r"ffn\.experts\.w[13]\..*lora_a|ffn\.experts\..*lora_b", stay=((-3, EXPERTS),)),
-    Rule(r"ffn\.experts\..*lora_a", stay=((-3, EXPERTS),)),
+    Rule(r"ffn\.experts\..*\.lora_[ab]", stay=((-3, EXPERTS),)),
     Rule(r"ffn\.experts\.w[13]\.weight.*", stay=((-3, EXPERTS), (-1, ("fsdp",)))),
     Rule(r"ffn\.experts\.w2\.weight.*", stay=((-3, EXPERTS), (-2, ("fsdp",)))),
     Rule(r"engram\.embed\.weight.*", stay=((-2, AXES),)),
     Rule(r".*\.lora_a", -2),
     Rule(r".*\.lora_b", -1),
-    Rule(r"(attn|attn\.indexer)\.wq_b\.weight.*", -2),
-    Rule(r"attn\.wo_a\.weight.*", -2),
-    Rule(r"ffn\.shared_experts\.w2\.weight.*", -2),
-    Rule(r"ffn\.shared_experts\.w[13]\.weight.*", -1),
-    Rule(r"engram\.wkv\.weight.*", -2),
+    Rule(r"(attn\.(indexer\.wq_b|wq_b|wo_a)|ffn\.shared_experts\.w2|engram\.wkv)\.weight.*", -2),
     Rule(r"attn\.(wq_a|wkv|wo_b|compressor\.(wkv|wgate))\.weight.*", -1),
     Rule(r"attn\.indexer\.(weights_proj|wk)\.weight.*", -1),
-    Rule(r"ffn\.gate\.weight.*", -1),
-    Rule(r"(embed|head)\.weight.*", -1),
+    Rule(r"(ffn\.gate|ffn\.shared_experts\.w[13]|embed|head)\.weight.*", -1),
     Rule(r"(hc_(attn|ffn)_)?fn", -1),
     Rule(r".*"),
 )
@@ -91,7 +84,7 @@ def rule(path: tuple[str, ...]) -> Rule:
 def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
   """The mesh of a configuration over all devices, or the given ones.
 
-  Neighbours along `seq` and `expert` are neighbours in the network: JAX knows the shape of a slice.
+  JAX lays the axes out by the shape of the slice.
 
   Raises:
     ValueError: the sizes do not multiply to the number of devices.
@@ -139,19 +132,20 @@ def parameter_specs(params: Any, mesh: Mesh, *, dense: bool = True) -> Any:
   return jax.tree_util.tree_map_with_path(spec, params)
 
 
-def state_specs(state: Any, params: Any, mesh: Mesh) -> Any:
+def state_specs(state: Any, params: Any, mesh: Mesh, *, dense: bool = True) -> Any:
   """PartitionSpecs of optimiser state: a leaf with the path and shape of a parameter lies like it.
 
   Args:
     state: tree whose paths end in those of the parameters, as optax makes it.
     params: the trained parameters.
     mesh: the mesh.
+    dense: see `parameter_specs`.
   """
   specs = {
       path_names(key): (tuple(leaf.shape), spec)
       for (key, leaf), spec in zip(
           jax.tree_util.tree_flatten_with_path(params)[0],
-          jax.tree.leaves(parameter_specs(params, mesh), is_leaf=_is_spec),
+          jax.tree.leaves(parameter_specs(params, mesh, dense=dense), is_leaf=_is_spec),
       )
   }
 

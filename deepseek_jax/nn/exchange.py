@@ -20,7 +20,7 @@ from deepseek_jax.sharding import AXES, axis_size
 # sent, used or not), less takes a second round sooner; the network carries a round's room whole.
 ROOM = 1.5
 
-# of (weights, payload [R, ...], number of valid rows is R's where `valid`) → results [R, ...]
+# Of (weights, payload [S, ...], valid [S]): results [S, ...].
 Host = Callable[[Any, Any, Array], Any]
 
 

@@ -79,6 +79,10 @@ def _batches(examples: Sequence[Example], config: Config) -> list[list[list[int]
   return [rows[i : i + size] for i in range(0, len(rows), size)]
 
 
+def _digest(text: str) -> str:
+  return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
 def _mesh(config: Config) -> Mesh | None:
   """The mesh of the run; None for one device, which is the first of those that are there."""
   alone = config.mesh.devices == 1 and jax.process_count() == 1
@@ -206,17 +210,16 @@ def run(
   if config.train is None:
     raise ValueError("train is None; a training run needs a train section")
   workdir = pathlib.Path(workdir)
+  # Before anything that waits for all: hosts that differ would hang, or train apart.
+  distributed.agree("configuration", _digest(f"{resume} {config.to_json()}"))
   checkpoints = _open(config, workdir, resume)
   source = load_data(config)
   batches = iter(source.pipeline)
   mesh = _mesh(config)
-  # Before anything that waits for all: other data or another configuration would hang or diverge.
-  for name, value in (("data", batches.get_state()["data"]), ("configuration", config.to_json())):
-    distributed.agree(f"digest of the {name}", hashlib.sha256(value.encode()).hexdigest()[:16])
-  distributed.agree("checkpoint to resume", str(checkpoints.steps() if resume else None))
+  distributed.agree("data", _digest(batches.get_state()["data"]))
   if resume:
     # The base, if there is one, is not saved again.
-    base = step.init_state(config, mesh) if config.train.init else None
+    base = step.base_parameters(config, mesh) if config.train.init else None
     wanted = step.abstract_state(config, mesh)
     restored = checkpoints.restore(wanted._replace(params=step.changing(config, wanted.params)))
     batches.set_state(restored.iterator)
@@ -224,7 +227,7 @@ def run(
     checkpoints.sweep()
     state, done = restored.state, restored.step
     if base is not None:
-      state = state._replace(params=nnx.merge_state(base.params, state.params))
+      state = state._replace(params=nnx.merge_state(base, state.params))
     del restored, base
   else:
     # Committed to its device like a restored state, so that both run the same compiled program.

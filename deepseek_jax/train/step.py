@@ -3,7 +3,7 @@
 import functools
 import re
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -95,8 +95,11 @@ def abstract_model(config: Config) -> tuple[nnx.GraphDef, nnx.State]:
   """Graph and parameter shapes of the experiment's model; allocates nothing."""
   graphdef, params = nnx.split(nnx.eval_shape(lambda: _model(config)))
   if config.compute.stored_base:
-    frozen = lambda path: _groups(config, params)[0][path] == "frozen"
-    params = quantised.abstract(params, frozen)
+    groups, _ = _groups(config, params)
+    params = quantised.abstract(params, lambda path: groups[path] == "frozen")
+    leaves = jax.tree.leaves(params, is_leaf=quantised.is_quantised)
+    stored = any(map(quantised.is_quantised, leaves))
+    require(stored, "compute.stored_base", True, "False where no weight of FP8 or FP4 is frozen")
   return graphdef, params
 
 
@@ -177,23 +180,37 @@ def init_state(config: Config, mesh: Mesh | None = None) -> TrainState:
   return jax.tree.map(place, state, state_shardings(config, mesh))
 
 
+def base_parameters(config: Config, mesh: Mesh | None = None) -> nnx.State:
+  """The parameters of `train.init`: all but adapters, which it has none of.
+
+  Raises:
+    ValueError: see `read_base`.
+  """
+  wanted = abstract_state(config, mesh).params
+  base = nnx.filter_state(wanted, lambda path, _: not is_adapter(tuple(map(str, path))))
+  return read_base(config.train.init, config, base)
+
+
 def _started(config: Config, mesh: Mesh | None) -> TrainState:
-  """The parameters of `train.init`, which has no adapters, and a fresh rest."""
+  """The parameters of `train.init` and a fresh rest."""
   wanted = abstract_state(config, mesh)
   low_rank = lambda path, _: is_adapter(tuple(map(str, path)))
-  base = nnx.filter_state(wanted.params, lambda path, a: not low_rank(path, a))
-  params = read_base(config.train.init, config, base)
+  params = base_parameters(config, mesh)
   if config.lora is not None:
     shardings = jax.tree.map(lambda a: a.sharding, nnx.filter_state(wanted.params, low_rank))
     draw = lambda: nnx.filter_state(nnx.state(_model(config)), low_rank)
     drawn = jax.jit(draw, out_shardings=None if mesh is None else shardings)()
     params = nnx.merge_state(params, drawn)
-  fresh = lambda params: _optimizer(config, params).init(trained(config, params))
   shardings = None
   if mesh is not None:
     shardings = jax.tree.map(lambda a: a.sharding, (wanted.opt_state, wanted.step))
-  start = lambda params: (fresh(params), jnp.zeros((), jnp.int32))
+  init = lambda params: _optimizer(config, params).init(trained(config, params))
+  start = lambda params: (init(params), jnp.zeros((), jnp.int32))
   return TrainState(params, *jax.jit(start, out_shardings=shardings)(params))
+
+
+def _specs(config: Config, params: nnx.State, mesh: Mesh) -> Any:
+  return sharding.parameter_specs(params, mesh, dense=config.compute.spread_dense)
 
 
 def abstract_state(config: Config, mesh: Mesh | None = None) -> TrainState:
@@ -204,8 +221,10 @@ def abstract_state(config: Config, mesh: Mesh | None = None) -> TrainState:
   if mesh is None:
     return state
   specs = TrainState(
-      sharding.parameter_specs(params, mesh),
-      sharding.state_specs(opt_state, trained(config, params), mesh),
+      _specs(config, params, mesh),
+      sharding.state_specs(
+          opt_state, trained(config, params), mesh, dense=config.compute.spread_dense
+      ),
       PartitionSpec(),
   )
   struct = lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s)
@@ -271,12 +290,12 @@ def make_gradient(
     return gradient
   # Inside, a device differentiates its share of the loss; collectives add up what others have.
   everywhere = lambda a: jax.lax.psum(a, sharding.AXES)
-  grad_specs = sharding.parameter_specs(trained(config, shapes), mesh)
+  grad_specs = _specs(config, trained(config, shapes), mesh)
   everyone = PartitionSpec()
   return jax.shard_map(
       gradient,
       mesh=mesh,
-      in_specs=(sharding.parameter_specs(shapes, mesh), sharding.batch_spec(leading=1)),
+      in_specs=(_specs(config, shapes, mesh), sharding.batch_spec(leading=1)),
       out_specs=Gradient(grad_specs, everyone, everyone, everyone),
       check_vma=False,
   )
@@ -366,7 +385,7 @@ def make_eval(
 
   if mesh is None:
     return jax.jit(evaluate)
-  specs = sharding.parameter_specs(abstract_model(config)[1], mesh), sharding.batch_spec()
+  specs = _specs(config, abstract_model(config)[1], mesh), sharding.batch_spec()
   return jax.jit(
       jax.shard_map(evaluate, mesh=mesh, in_specs=specs, out_specs=PartitionSpec(), check_vma=False)
   )

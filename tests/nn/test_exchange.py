@@ -33,7 +33,7 @@ def on_mesh(sizes, axes, weights, x, at, destination):
 
 
 def direct(devices, weights, x, at, destination):
-  """Devices that share a table are neighbours in the order of the rows only if all visit all."""
+  """The same from one table of all devices."""
   table = weights.reshape(devices, -1)
   there = destination < devices
   factor = table[jnp.where(there, destination, 0), at]

@@ -31,7 +31,6 @@ from deepseek_jax.train.data import Batch
 pytestmark = pytest.mark.slow
 
 CHECKPOINT = pathlib.Path(__file__).parents[1] / "golden" / "checkpoint_tiny"
-TEXTS = ["yes", "no", "hello", "good day", "a cat", "a dog"]
 MODEL = ModelConfig(
     vocab_size=264, hidden_size=32, moe_intermediate_size=32, num_hidden_layers=3,
     num_attention_heads=2, head_dim=32, qk_rope_head_dim=8, q_lora_rank=16, o_lora_rank=16,
@@ -47,13 +46,9 @@ TRAIN = TrainConfig(
 
 
 @pytest.fixture(scope="module")
-def config(tmp_path_factory):
+def config(talk, tmp_path_factory):
   """A run with adapters that starts from the checkpoint of another."""
   folder = tmp_path_factory.mktemp("base")
-  talk = folder / "talk.jsonl"
-  pairs = [(a, b) for a in TEXTS for b in TEXTS if a != b]
-  told = lambda a, b: [{"role": "user", "content": a}, {"role": "assistant", "content": b}]
-  talk.write_text("".join(json.dumps({"messages": told(a, b)}) + "\n" for a, b in pairs))
   base = Config(model=MODEL, train=TRAIN, data=DataConfig(source=str(talk)))
   loop.run(dataclasses.replace(base, train=dataclasses.replace(TRAIN, steps=1)), folder / "run")
   train = dataclasses.replace(TRAIN, init=str(folder / "run"))

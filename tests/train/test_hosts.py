@@ -36,22 +36,17 @@ def get_config():
   config.data = dict(source=SOURCE)
   return config
 """
-TEXTS = ["yes", "no", "hello", "good day", "a cat", "a dog", "two", "three"]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
+def folder(talk, tmp_path_factory):
   folder = tmp_path_factory.mktemp("hosts")
-  talk = folder / "talk.jsonl"
-  pairs = [(a, b) for a in TEXTS for b in TEXTS if a != b]
-  told = lambda a, b: [{"role": "user", "content": a}, {"role": "assistant", "content": b}]
-  talk.write_text("".join(json.dumps({"messages": told(a, b)}) + "\n" for a, b in pairs))
   (folder / "config.py").write_text(f"SOURCE = {str(talk)!r}\n{CONFIG}")
   return folder
 
 
-def start(folder, name, count, mesh, *more):
-  """The processes of a run; the CPU devices of each stand for the chips of a host."""
+def start(folder, name, count, mesh, *more, hosts=(None, None)):
+  """The processes of a run, in folders of their own; CPU devices stand for the chips of a host."""
   with socket.create_server(("localhost", 0)) as server:
     port = server.getsockname()[1]
   command = [sys.executable, str(ROOT / "scripts" / "finetune.py"), "--json", *more]
@@ -64,6 +59,7 @@ def start(folder, name, count, mesh, *more):
       subprocess.Popen(
           command + (several + [f"--process_id={process}"] if count > 1 else []),
           env=variables, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+          cwd=hosts[process],
       )
       for process in range(count)
   ]  # fmt: skip
@@ -136,19 +132,16 @@ def test_a_killed_peer_ends_all_within_30_seconds_with_a_message(folder):
   assert "process 1 of 2" in told[0][1]
 
 
-def test_hosts_with_other_data_end_before_the_first_step(folder):
-  other = folder / "other.jsonl"
-  lines = (folder / "talk.jsonl").read_text().splitlines(keepends=True)
-  other.write_text("".join(lines[: len(lines) // 2]))
-  processes = start(folder, "differ", 2, {"data": 8})
-  processes[1].kill()
-  processes[1].communicate()
-  command = [*processes[1].args, f"--config.data.source={other}"]
-  processes[1] = subprocess.Popen(
-      command, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-      env={**os.environ, "JAX_NUM_CPU_DEVICES": "4", "PYTHONPATH": str(ROOT)},
-  )  # fmt: skip
-  statuses, told = ended(processes, 90)
-  assert 0 not in statuses
-  assert all("the processes differ" in error for _, error in told), told
+def test_hosts_with_other_data_end_before_the_first_step(folder, talk, tmp_path):
+  """The same configuration on both, a file of that name with fewer conversations on one."""
+  lines = talk.read_text().splitlines(keepends=True)
+  hosts = []
+  for kept in (lines, lines[: len(lines) // 2]):
+    hosts.append(tmp_path / str(len(kept)))
+    hosts[-1].mkdir()
+    (hosts[-1] / talk.name).write_text("".join(kept))
+  source = f"--config.data.source={talk.name}"
+  statuses, told = ended(start(folder, "differ", 2, {"data": 8}, source, hosts=hosts), 90)
+  assert statuses == [2, 2], told
+  assert all("the processes differ: data" in error for _, error in told), told
   assert not (folder / "differ").exists()

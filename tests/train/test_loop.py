@@ -38,7 +38,6 @@ TRAIN = TrainConfig(
     steps=STEPS, batch_size=2, seq_len=32, learning_rate=1e-2, schedule="constant", warmup_steps=0,
     checkpoint_every=4, eval_every=6, sample_tokens=4, sample_prompt="Hi",
 )  # fmt: skip
-TEXTS = ["yes", "no", "hello", "good day", "a cat", "a dog", "two", "three", "red", "blue"]
 
 
 class CompiledOnce:
@@ -73,21 +72,8 @@ def compiled_once(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def source(tmp_path_factory):
-  path = tmp_path_factory.mktemp("data") / "talk.jsonl"
-  lines = [
-      {"messages": [{"role": "user", "content": a}, {"role": "assistant", "content": b}]}
-      for a in TEXTS
-      for b in TEXTS
-      if a != b
-  ]
-  path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-  return str(path)
-
-
-@pytest.fixture(scope="module")
-def config(source):
-  return Config(model=MODEL, train=TRAIN, data=DataConfig(source=source))
+def config(talk):
+  return Config(model=MODEL, train=TRAIN, data=DataConfig(source=str(talk)))
 
 
 @pytest.fixture(scope="module")

@@ -85,9 +85,9 @@ def alone():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sizes", [(2, 2, 1, 2)])
-def test_gradients(sizes):
-  config = experiment(sizes)
+@pytest.mark.parametrize(("sizes", "spread_dense"), [((2, 2, 1, 2), True), ((1, 2, 4, 1), False)])
+def test_gradients(sizes, spread_dense):
+  config = experiment(sizes, spread_dense=spread_dense)
   mesh = sharding.make_mesh(config.mesh)
   graphdef, _ = step.abstract_model(config)
   params = step.init_state(config, mesh).params

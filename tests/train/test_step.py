@@ -165,6 +165,13 @@ def test_an_index_coefficient_of_zero_gives_zeros_not_nothing():
   assert float(found.sums.index) > 0
 
 
+def test_a_base_is_stored_only_where_something_is_frozen():
+  config = dataclasses.replace(experiment(), compute=ComputeConfig(stored_base=True))
+  config = dataclasses.replace(config, train=dataclasses.replace(TRAIN, frozen=()))
+  with pytest.raises(ValueError, match="compute.stored_base is True; it must be False where no"):
+    step.abstract_model(config)
+
+
 def test_router_biases_move_against_the_load_of_their_own_layers():
   batch = make_batch()
   load = np.asarray(gradient()(fresh_state().params, batch).load)
