@@ -162,26 +162,46 @@ def compile_each(
     CompilationError: one of them does not compile; nothing is returned of the others.
     ValueError: an unknown generation.
   """
-  environment(generation)
   module, _, function = target.rpartition(":")
-  command = [sys.executable, "-m", "pallas_kernels.aot", f"--generation={generation}"]
-  command += [f"--module={module}", f"--function={function}", f"--devices={devices}", "--json"]
+  command = ["pallas_kernels.aot", f"--generation={generation}", f"--module={module}"]
+  command += [f"--function={function}", f"--devices={devices}", "--json"]
   command += [f"--arguments={json.dumps([dict(each) for each in arguments])}"]
   command += [] if dump is None else [f"--dump={dump}"]
-  variables = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-  try:
-    done = subprocess.run(
-        command, env=variables, check=False, capture_output=True, text=True, timeout=timeout
-    )
-  except subprocess.TimeoutExpired as error:
-    raise CompilationError(f"{target} for {generation}: not compiled in {timeout:g} s") from error
-  if done.returncode:
-    raise CompilationError(f"{target} for {generation}:\n{last_error(done.stderr)}")
-  found = [json.loads(line) for line in done.stdout.splitlines()[-len(arguments) :]]
+  lines = in_subprocess(generation, command, f"{target} for {generation}", timeout)
+  found = [json.loads(line) for line in lines[-len(arguments) :]]
   return [Report(**{**each, "kernels": tuple(each["kernels"])}) for each in found]
 
 
-def last_error(text: str) -> str:
+def in_subprocess(
+    generation: str, command: Sequence[str], what: str, timeout: int | float
+) -> list[str]:
+  """The lines that a module prints in a process with the compiler's variables.
+
+  Args:
+    generation: one of `GENERATIONS`.
+    command: the module's dotted name and its arguments.
+    what: of errors.
+    timeout: seconds.
+
+  Raises:
+    CompilationError: it fails, or not in time.
+    ValueError: an unknown generation.
+  """
+  variables = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+  variables |= environment(generation)
+  try:
+    done = subprocess.run(
+        [sys.executable, "-m", *command],
+        env=variables, check=False, capture_output=True, text=True, timeout=timeout,
+    )  # fmt: skip
+  except subprocess.TimeoutExpired as error:
+    raise CompilationError(f"{what}: not compiled in {timeout:g} s") from error
+  if done.returncode:
+    raise CompilationError(f"{what}:\n{_last_error(done.stderr)}")
+  return done.stdout.splitlines()
+
+
+def _last_error(text: str) -> str:
   """The exception at the end of a process's log, without the traces before it."""
   starts = re.finditer(r"(?m)^[\w.]+(?:Error|Exit|Exception)\b", text)
   start = max((match.start() for match in starts), default=max(0, len(text) - 4000))

@@ -45,6 +45,7 @@ from flax import nnx
 from deepseek_jax import cli
 from deepseek_jax import config as configuration
 from deepseek_jax import tokenizer as tok
+from deepseek_jax.eval.programs import parameter_shapes
 from deepseek_jax.ledger import Ledger
 from deepseek_jax.nn.rows import Rows
 from deepseek_jax.nn.transformer import Transformer
@@ -272,13 +273,11 @@ def measure(
     found[f"{prefix}tokens_per_second"] = [batch * length / s for s in found[key]]
     reached = flops["total"] / statistics.median(found[key])
     found[f"{prefix}share_of_matmul_rate"] = [reached / rate]
-  leaves = jax.tree_util.tree_flatten_with_path(step.abstract_model(config)[1])[0]
-  shapes = {".".join(path_names(key)): leaf.shape for key, leaf in leaves}
   return found | {
       "matmul_flops_per_second": [rate],
       "batch": batch,
       "length": length,
-      "parameters": Ledger.of(config.model, shapes).parameters["total"],
+      "parameters": Ledger.of(config.model, parameter_shapes(config)).parameters["total"],
       "useful_flops": flops,
   }
 

@@ -4,10 +4,11 @@
     [--context=N] [--lines=N] [--rows=N] [--search] [--json]
 
 The TPU compiler does the work, no chip is needed and nothing is run. Bytes are those of its memory
-account; times are modelled: the longest of flops, HBM bytes and network bytes over the chip's peak
-rates, of what the compiler counts (work inside Pallas kernels without an estimate, and a loop's
-turns after the first, are not counted). With --search the slices of the generation are tried from
-the one given upwards until the program fits.
+account; times are modelled: the longest of FLOPs, HBM bytes and network bytes over the chip's peak
+rates, a lower bound. FLOPs are at least the ledger's for the model (`model_flops_per_chip`); the
+compiler's own and its HBM bytes count a loop's body once, and nothing of a Pallas kernel without an
+estimate. With --search the slices of the generation are tried from the one given upwards until the
+program fits.
 """
 
 import sys

@@ -37,20 +37,6 @@ def contexts(values: list[str]) -> tuple[int, ...]:
   return tuple(int(v) for v in values)
 
 
-def shapes(config) -> dict[str, tuple[int, ...]]:
-  """Shapes that the experiment's model allocates, by dotted path."""
-  import jax
-  from flax import nnx
-
-  from deepseek_jax.nn.transformer import Transformer
-  from deepseek_jax.parameter_paths import path_names
-
-  build = lambda: Transformer(config.model, config.compute, rngs=nnx.Rngs(0))
-  state = nnx.split(nnx.eval_shape(build))[1]
-  leaves = jax.tree_util.tree_flatten_with_path(state)[0]
-  return {".".join(path_names(path)): leaf.shape for path, leaf in leaves}
-
-
 def bill(config, further: tuple[int, ...], weighting: str, turn: int) -> dict:
   """Everything that the command prints, JSON-able.
 
@@ -83,7 +69,9 @@ def bill(config, further: tuple[int, ...], weighting: str, turn: int) -> dict:
   ledger.weigh({}, weighting)
   for other in others:
     other.persistent_bytes_per_token(turn)
-  ours = ledger.Ledger.of(config.model, shapes(config))
+  from deepseek_jax.eval.programs import parameter_shapes  # Bad flags need not wait for JAX.
+
+  ours = ledger.Ledger.of(config.model, parameter_shapes(config))
   totals = {
       arm: {
           str(n): sum(ledger.weigh(ours.prefill_flops(n, arm), weighting).values()) for n in prefill

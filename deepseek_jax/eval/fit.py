@@ -9,9 +9,7 @@ prints one JSON object; `compile_for` starts such a process. This module imports
 
 import dataclasses
 import json
-import os
 import re
-import subprocess
 import sys
 import time
 from typing import Any
@@ -24,10 +22,6 @@ from pallas_kernels import aot
 from pallas_kernels.chips import CHIPS
 
 MODES = ("train", "prefill", "decode")
-
-
-class CompilationError(ValueError):
-  """The compiler refused the program, for another reason than memory, or was too slow."""
 
 
 def compile_for(
@@ -51,7 +45,7 @@ def compile_for(
 
   Raises:
     ValueError: an unknown mode, or a mesh that fits neither slice nor model.
-    CompilationError: the compiler refuses, or is not done in time.
+    aot.CompilationError: the compiler refuses for another reason than memory, or is too slow.
   """
   require(mode in MODES, "mode", mode, f"one of {MODES}")
   for name, value in (("context", context), ("lines", lines), ("rows", rows)):
@@ -61,18 +55,9 @@ def compile_for(
       topology=at.name, mode=mode, context=context, lines=lines, rows=rows,
       config=dataclasses.asdict(config),
   )  # fmt: skip
-  variables = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-  variables |= aot.environment(at.generation)
-  command = [sys.executable, "-m", "deepseek_jax.eval.fit", json.dumps(asked)]
-  try:
-    done = subprocess.run(
-        command, env=variables, check=False, capture_output=True, text=True, timeout=timeout
-    )
-  except subprocess.TimeoutExpired as error:
-    raise CompilationError(f"{mode} for {at.name}: not compiled in {timeout:g} s") from error
-  if done.returncode:
-    raise CompilationError(f"{mode} for {at.name}: {aot.last_error(done.stderr)}")
-  return json.loads(done.stdout.splitlines()[-1])
+  command = ["deepseek_jax.eval.fit", json.dumps(asked)]
+  lines = aot.in_subprocess(at.generation, command, f"{mode} for {at.name}", timeout)
+  return json.loads(lines[-1])
 
 
 def _placed(config: Config, at: Topology, mode: str, lines: int) -> Config:
@@ -111,6 +96,30 @@ def _kinds(args: tuple) -> dict[str, int]:
       size *= n
     found[kind] = found.get(kind, 0) + size
   return found
+
+
+def _model_flops(config: Config, asked: dict[str, Any]) -> float:
+  """FLOPs of the model's products on one device, by the ledger: at least what the step computes.
+
+  The compiler counts a loop's body once, and nothing of a kernel that says nothing of itself.
+  """
+  from deepseek_jax.eval import programs
+  from deepseek_jax.ledger import Ledger
+
+  ledger = Ledger.of(config.model, programs.parameter_shapes(config))
+  total = lambda parts: sum(parts.values())
+  if asked["mode"] == "decode":
+    return asked["lines"] * total(ledger.decode_flops(asked["context"]))
+  if asked["mode"] == "prefill":
+    each = total(ledger.prefill_flops(asked["context"])) / asked["context"]
+    return asked["lines"] * asked["rows"] * each
+  rows, model = config.train.seq_len, config.model
+  head = 2 * (rows - 1) * model.vocab_size * model.hidden_size
+  forward = total(ledger.prefill_flops(rows, "A")) + head
+  # Gradients of rows and of weights cost as much as the forward pass each; remat runs it again.
+  passes = (2 if config.lora else 3) + (config.compute.remat == "layer")
+  lines = config.train.batch_size * config.train.accumulation
+  return passes * forward * lines / config.mesh.devices
 
 
 def _compile(asked: dict[str, Any]) -> dict[str, Any]:
@@ -161,7 +170,7 @@ def _compile(asked: dict[str, Any]) -> dict[str, Any]:
   }
   if compiled is None:
     return found | {"fits": False} | _exhausted(refusal, at)
-  return found | _account(compiled, at)
+  return found | _account(compiled, at, _model_flops(config, asked))
 
 
 def _exhausted(refusal: str, at: Topology) -> dict[str, Any]:
@@ -169,14 +178,14 @@ def _exhausted(refusal: str, at: Topology) -> dict[str, Any]:
   used = re.search(r"Used ([\d.]+)([KMGT]) of ([\d.]+)([KMGT]) hbm", refusal)
   unit = dict(K=1 << 10, M=1 << 20, G=1 << 30, T=1 << 40)
   keys = "argument_bytes_per_chip temp_bytes_per_chip flops_per_chip bytes_accessed_per_chip"
-  found = dict.fromkeys(keys.split()) | {"kernels_per_layer": None, "collectives": None}
+  found = dict.fromkeys([*keys.split(), "kernels_per_layer", "collectives"])
   if used is None:
     return found | {"hbm_bytes_per_chip": None, "refusal": refusal[:1000]}
   size = int(float(used[1]) * unit[used[2]]) * at.devices_per_chip
   return found | {"hbm_bytes_per_chip": size, "refusal": used[0]}
 
 
-def _account(compiled: Any, at: Topology) -> dict[str, Any]:
+def _account(compiled: Any, at: Topology, model_flops: float) -> dict[str, Any]:
   """Memory, work and traffic of a compiled program."""
   from deepseek_jax.eval import programs
 
@@ -188,7 +197,7 @@ def _account(compiled: Any, at: Topology) -> dict[str, Any]:
   # An all-reduce sends everything twice.
   network = sum(each.bytes * (1 + (kind == "all-reduce")) for kind, each in moved.items())
   seconds = {
-      "compute": cost.get("flops", 0.0) / chip.bf16_flops,
+      "compute": max(model_flops, cost.get("flops", 0.0)) / chip.bf16_flops,
       "memory": cost.get("bytes accessed", 0.0) / chip.hbm_bandwidth,
       "network": network / chip.network_bandwidth,
   }
@@ -199,6 +208,7 @@ def _account(compiled: Any, at: Topology) -> dict[str, Any]:
       "hbm_bytes_per_chip": total * per_chip,
       "fits": total <= chip.hbm_bytes,
       "flops_per_chip": cost.get("flops", 0.0) * per_chip,
+      "model_flops_per_chip": model_flops * per_chip,
       "bytes_accessed_per_chip": cost.get("bytes accessed", 0.0) * per_chip,
       "collectives": {
           kind: {**each._asdict(), "bytes": each.bytes * per_chip} for kind, each in moved.items()

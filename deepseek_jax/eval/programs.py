@@ -19,6 +19,7 @@ from deepseek_jax.cache import Cache
 from deepseek_jax.config import CacheFormats, Config
 from deepseek_jax.nn.rows import Rows
 from deepseek_jax.nn.transformer import Transformer
+from deepseek_jax.parameter_paths import path_names
 from deepseek_jax.serve import decode, prefill
 from deepseek_jax.serve.weights import Weights, whole
 from deepseek_jax.train import step
@@ -27,6 +28,13 @@ from deepseek_jax.train.data import Batch
 
 def _shape(a, at: jax.sharding.Sharding | None = None) -> jax.ShapeDtypeStruct:
   return jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=at)
+
+
+def parameter_shapes(config: Config) -> dict[str, tuple[int, ...]]:
+  """Shapes that the experiment's model allocates, by dotted path; for `ledger.Ledger.of`."""
+  build = lambda: Transformer(config.model, config.compute, rngs=nnx.Rngs(0))
+  leaves = jax.tree_util.tree_flatten_with_path(nnx.split(nnx.eval_shape(build))[1])[0]
+  return {".".join(path_names(path)): leaf.shape for path, leaf in leaves}
 
 
 def _integers(*shape: int) -> jax.ShapeDtypeStruct:

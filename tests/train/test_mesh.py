@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+import itertools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +15,7 @@ from jax.sharding import NamedSharding
 from deepseek_jax import sharding
 from deepseek_jax.checkpoint.training import names_of
 from deepseek_jax.config import ComputeConfig, Config, MeshConfig, ModelConfig, TrainConfig
+from deepseek_jax.nn.engram import allocated_rows
 from deepseek_jax.nn.rows import Rows
 from deepseek_jax.train import step
 from deepseek_jax.train.data import Batch
@@ -92,7 +95,8 @@ def test_gradients(sizes, spread_dense):
   graphdef, _ = step.abstract_model(config)
   params = step.init_state(config, mesh).params
   batch = spread(make_batch(), sharding.batch_spec(1), mesh)
-  found, expected = jax.jit(step.make_gradient(graphdef, config, mesh))(params, batch), alone()[0]
+  program = jax.jit(step.make_gradient(graphdef, config, mesh)).lower(params, batch).compile()
+  found, expected = program(params, batch), alone()[0]
   np.testing.assert_array_equal(found.load, expected.load)
   for a, b in zip(found.sums, expected.sums):
     np.testing.assert_allclose(a, b, rtol=1e-5)
@@ -100,6 +104,23 @@ def test_gradients(sizes, spread_dense):
   for name, value in names_of(found.grads).items():
     scale = np.abs(whole[name]).max() + 1e-3
     assert np.abs(np.asarray(value) - whole[name]).max() <= 2e-5 * scale, name
+
+  gathered = shapes_of_collectives(program.as_text())
+  e, f, d = MODEL.n_routed_experts, MODEL.moe_intermediate_size, MODEL.hidden_size
+  share = e // (sizes[2] * sizes[3])
+  assert sizes[1] == 1 or {(share, f, d), (share, d, f)} & gathered  # over fsdp alone
+  whole_banks_and_table = {(e, f, d), (e, d, f), (allocated_rows(348), MODEL.engram_head_dim)}
+  assert not whole_banks_and_table & gathered
+
+
+def shapes_of_collectives(text):
+  """Of what devices gather or add up, without leading axes of 1."""
+  found = set()
+  for types in re.findall(r" = (.*?) all-(?:gather|reduce)(?:-start)?\(", text):
+    for dims in re.findall(r"\w+\[([\d,]+)\]", types):
+      sizes = [int(n) for n in dims.split(",")]
+      found.add(tuple(itertools.dropwhile(lambda n: n == 1, sizes)))
+  return found
 
 
 @pytest.mark.slow
