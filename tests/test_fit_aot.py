@@ -34,11 +34,13 @@ def test_a_decode_step_keeps_its_caches_where_they_are():
   found = fit.compile_for(topologies.topology("v6e:4x4"), config, "decode", context=1 << 20)
   # Of 1M tokens: half an entry of 356 bytes for the source of ratio 2, one for that of ratio 1.
   assert abs(found["bytes_by_kind_per_chip"]["cache"] / (1.5 * 356 * (1 << 20)) - 1) < 0.01
-  assert found["temp_bytes_per_chip"] < found["argument_bytes_per_chip"]
+  assert found["temp_bytes_per_chip"] < 0.01 * found["argument_bytes_per_chip"]
   assert found["fits"]
 
 
 def test_what_does_not_fit_is_said_and_is_no_error():
   found = fit.compile_for(topologies.topology("v5e:2x2"), sliced(expert=4), "decode")
   assert found["fits"] is False
-  assert found["hbm_bytes_per_chip"] is None or found["hbm_bytes_per_chip"] > 15e9
+  # A quarter of the table, and little else.
+  assert 48e9 < found["hbm_bytes_per_chip"] < 56e9
+  assert "RESOURCE_EXHAUSTED" in found["refusal"]

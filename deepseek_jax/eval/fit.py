@@ -175,14 +175,14 @@ def _compile(asked: dict[str, Any]) -> dict[str, Any]:
 
 def _exhausted(refusal: str, at: Topology) -> dict[str, Any]:
   """What the compiler says of a program that is too large."""
-  used = re.search(r"Used ([\d.]+)([KMGT]) of ([\d.]+)([KMGT]) hbm", refusal)
+  # The second where arguments alone are too many.
+  used = re.search(r"Used ([\d.]+)([KMGT]) of [\d.]+[KMGT] hbm", refusal)
+  used = used or re.search(r"\(([\d.]+)([KMGT])\) exceeds available HBM", refusal)
   unit = dict(K=1 << 10, M=1 << 20, G=1 << 30, T=1 << 40)
   keys = "argument_bytes_per_chip temp_bytes_per_chip flops_per_chip bytes_accessed_per_chip"
   found = dict.fromkeys([*keys.split(), "kernels_per_layer", "collectives"])
-  if used is None:
-    return found | {"hbm_bytes_per_chip": None, "refusal": refusal[:1000]}
-  size = int(float(used[1]) * unit[used[2]]) * at.devices_per_chip
-  return found | {"hbm_bytes_per_chip": size, "refusal": used[0]}
+  size = None if used is None else int(float(used[1]) * unit[used[2]]) * at.devices_per_chip
+  return found | {"hbm_bytes_per_chip": size, "refusal": refusal.split("\n")[0][:400]}
 
 
 def _account(compiled: Any, at: Topology, model_flops: float) -> dict[str, Any]:
