@@ -45,6 +45,7 @@ class _Group(NamedTuple):
 
 
 _group: _Group | None = None
+_watch: "_Watch | None" = None
 # True once this process cannot take part in JAX's shutdown, which waits for all.
 _broken = False
 _agreements = itertools.count()
@@ -88,7 +89,7 @@ def initialize(
     TimeoutError: no coordinator, or not all processes, within the timeout.
     RuntimeError: called twice, or after a device was touched.
   """
-  global _group
+  global _group, _watch
   if _group is not None:
     raise RuntimeError("distributed.initialize was called before; a process joins a run once")
   given = {"address": address, "processes": processes, "process_id": process_id}
@@ -108,9 +109,9 @@ def initialize(
     _group = _Group(0, 1)
     return
   _group = _Group(_state.process_id, _state.num_processes)
-  watch = _Watch(heartbeat_seconds)
-  atexit.register(_leave, watch)
-  watch.start()
+  _watch = _Watch(heartbeat_seconds)
+  atexit.register(_leave, _watch)
+  _watch.start()
   if _group.process > 0:
     logging.set_verbosity(logging.ERROR)
   # One that waits for more processes than there are would wait for their devices next.
@@ -174,6 +175,15 @@ class _Watch(threading.Thread):
     self._heard = {process: ("", time.monotonic()) for process in range(1, _group.count)}
     self._seen: set[tuple[str, int]] = set()
     self.over = threading.Event()
+
+  def explain(self) -> None:
+    """Waits until what happened to a peer was shown, or is not to come any more.
+
+    A broken connection ends a collective seconds before its peer is known to be gone.
+    """
+    until = time.monotonic() + self._heartbeat
+    while not self._seen and time.monotonic() < until:
+      time.sleep(0.1)
 
   def run(self) -> None:
     for beat in itertools.count():
@@ -244,6 +254,8 @@ def together() -> Iterator[None]:
   except BaseException as error:
     regular = isinstance(error, SystemExit) and not error.code
     if not (_group is None or _group.count == 1 or regular or isinstance(error, Disagreement)):
+      if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" not in str(error):
+        _watch.explain()
       _give_up(f"{type(error).__name__}: {error}")
     raise
 
