@@ -125,13 +125,34 @@ class DataConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class ReplayConfig:
+  """Bounded replay simulated in training (spec 17): the decoder's in every turn.
+
+  Attributes:
+    decoder_len: rows of a decoder line; a turn takes its response and W rows before it.
+    encoder: probability q that a turn comes back with its window entries lost.
+    hits: where its global entries end: "turn", where the turn before ended, or "uniform".
+  """
+
+  decoder_len: int
+  encoder: float = 0.0
+  hits: str = "turn"
+
+  def __post_init__(self):
+    require(self.decoder_len >= 1, "train.replay.decoder_len", self.decoder_len, "at least 1")
+    require(0 <= self.encoder <= 1, "train.replay.encoder", self.encoder, "within [0, 1]")
+    kinds = ("turn", "uniform")
+    require(self.hits in kinds, "train.replay.hits", self.hits, f"one of {kinds}")
+
+
+@dataclasses.dataclass(frozen=True)
 class TrainConfig:
   """One fine-tuning run (spec 14 for the optimiser's constants). Rates and speeds are per step.
 
   A step reads `accumulation` × `batch_size` packed rows of `seq_len` tokens. Parameters whose path
   a pattern of `frozen` finds are not trained; with adapters (`Config.lora`) they alone are, and
   what a pattern of `trainable` finds. `init` is the workdir of a checkpoint to start from, such as
-  `convert_checkpoint.py` writes.
+  `convert_checkpoint.py` writes. With `replay` every turn sees what it would in serving.
   """
 
   steps: int
@@ -153,6 +174,7 @@ class TrainConfig:
   frozen: tuple[str, ...] = ()
   trainable: tuple[str, ...] = ()
   init: str = ""
+  replay: ReplayConfig | None = None
   checkpoint_every: int = 50
   keep_checkpoints: int = 2
   eval_every: int = 50
@@ -224,6 +246,13 @@ class Config:
           mesh.seq == 1 or train.seq_len % unit == 0, "train.seq_len", train.seq_len,
           f"a multiple of mesh.seq × the largest ratio ({unit})",
       )  # fmt: skip
+      if train.replay is not None:
+        rows, w = train.replay.decoder_len, model.sliding_window
+        require(
+            rows > w and rows % mesh.seq == 0, "train.replay.decoder_len", rows,
+            f"more than sliding_window ({w}), which comes before a response, and a multiple of"
+            f" mesh.seq ({mesh.seq})",
+        )  # fmt: skip
 
   @classmethod
   def from_config_dict(cls, config: ml_collections.ConfigDict) -> "Config":

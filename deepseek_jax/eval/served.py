@@ -4,7 +4,6 @@ Everything is returned under the file's own keys. Arms C and E are not stored th
 for the cached lengths of arm D and must give what arms B and A give (spec 17).
 """
 
-import functools
 import re
 from collections.abc import Iterator
 
@@ -13,14 +12,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from deepseek_jax.cache import Cache, Table, ring_positions
-from deepseek_jax.config import CacheFormats
+from deepseek_jax.config import CacheFormats, ReplayConfig
 from deepseek_jax.eval.golden import Case
-from deepseek_jax.nn.attention import Pass
-from deepseek_jax.nn.hyper_connections import Stream
-from deepseek_jax.nn.rows import Rows
 from deepseek_jax.nn.transformer import Transformer
 from deepseek_jax.serve import decode, prefill, replay, state
 from deepseek_jax.serve.weights import Weights
+from deepseek_jax.train.conversations import Example
+from deepseek_jax.train.data import Batch, collate
+from deepseek_jax.train.turns import Turn, Views, row_counts
 
 DECODE = re.compile(r"decode_logits_from(\d+)$")
 REPLAY = re.compile(r"(arm[A-E]|sim[BD])(?:_[cp](\d+))?_(.+)$")
@@ -161,35 +160,31 @@ class Runs:
     yield f"armE_c{c}_logits", self.write(*self.read(plan, self.kept(whole, c)), n)
 
   def simulated(self) -> Iterator[tuple[str, np.ndarray]]:
-    """Teacher-forced passes that stand for arms B and D: training's view, without a cache.
-
-    The decoder's rows are a slice of the encoder's; for arm D the second encoder segment reads the
-    entries that the first has made (spec 17).
-    """
-    golden, w, total = self.case.golden, self.window, self.case.ids.shape[1]
+    """Training's simulation of arms B and D, without a cache (spec 17)."""
+    golden, w = self.case.golden, self.window
     for p in np.atleast_1d(golden.get("sim_prompt_lengths", ())):
-      start = max(0, int(p) - w)
-      logits = _narrow(self.model, self.case.ids, self.case.ngrams, start)
-      yield f"simB_p{p}_logits", np.asarray(logits)[:, max(0, int(p) - 1) - start :]
+      yield f"simB_p{p}_logits", self._turn(int(p), 0)[:, min(int(p), w) - (p > 0) :]
     n = int(golden.get("prompt_len", 0))
     for c in np.atleast_1d(golden.get("cached_lengths", ())):
-      start, tail = max(0, int(c) - w), max(0, n - w)
-      first, _ = self.read(replay.exact(total), self.cache())
-      cache = self.kept(first, int(c))
-      plan = replay.Plan("D", total, int(c), start, start, tail, tail)
-      _, _, logits = self.reader.prefill(
-          cache, list(self.case.ids), [plan] * len(self.case.ids), every=True
-      )
-      yield f"simD_c{c}_logits", np.stack(logits)[:, n - 1 - tail :]
+      yield f"simD_c{c}_logits", self._turn(n, int(c))[:, min(n, w) - 1 :]
+
+  def _turn(self, prompt: int, hit: int) -> np.ndarray:
+    """Logits [B, rows, V] of the decoder's rows where a line is a prompt and its response."""
+    case, (lines, total) = self.case, self.case.ids.shape
+    loss = np.arange(total) >= prompt
+    examples = [Example(line.astype(np.int32), loss) for line in case.ids]
+    turns = [[Turn(prompt, total, hit)]] * lines
+    encoder, decoder = row_counts(turns[0], self.window)
+    how = ReplayConfig(decoder_len=decoder, encoder=float(hit > 0))
+    views = Views(examples, replay=how, window=self.window, turns=turns)
+    batch = collate(
+        views, [[i] for i in range(lines)], encoder, case.config.engram_pad_token_id, case.classes,
+        0 if case.ngrams is None else case.ngrams.shape[-1],
+    )  # fmt: skip
+    return np.asarray(_simulated(self.model, batch))
 
 
-@functools.partial(jax.jit, static_argnums=3)
-def _narrow(model: Transformer, ids, ngrams, start: int):
-  """Logits of rows from `start` on: the encoder over all rows, the decoder over those alone."""
-  rows = Rows.single(*ids.shape)
-  encoded = model.encode(ids, rows, ngrams)
-  own = jax.tree.map(lambda a: a[:, start:], (encoded.stream, rows, ngrams))
-  stream, below, ngrams = Stream(*own[0]), own[1], own[2]
-  below = below._replace(floors=jnp.full_like(below.floors, start))
-  out = model.decode(stream, below, encoded.entries, ngrams, how=Pass(same_rows=False))
+@jax.jit
+def _simulated(model: Transformer, batch: Batch):
+  out = model(batch.tokens, batch.rows, batch.ngrams, batch.decoder)
   return model.logits(out.hidden)

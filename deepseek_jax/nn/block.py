@@ -13,7 +13,7 @@ from deepseek_jax.nn.attention import Attention, Context, Pass, Published
 from deepseek_jax.nn.compressor import Entries, visible
 from deepseek_jax.nn.engram import Engram
 from deepseek_jax.nn.hyper_connections import HyperConnections, Site, Stream
-from deepseek_jax.nn.indexer import block_starts, index_scores, pool_mask
+from deepseek_jax.nn.indexer import Straddle, block_starts, index_scores, pool_mask
 from deepseek_jax.nn.joint_attention import WindowKeys
 from deepseek_jax.nn.layers import RMSNorm, constant, normal
 from deepseek_jax.nn.moe import Balance, Bank, MoE
@@ -159,9 +159,9 @@ class Block(nnx.Module):
       e, c = shared.entries, self.config
       seen = visible(ctx.rows, e.last, e.segments)
       if shared.pool is not None and (self.spec.makes_pool or self.spec.in_pool):
-        inside = pool_mask(
-            shared.pool, block_starts(e.last, self.spec.ratio, c.candidate_block_size)
-        )
+        m, size = self.spec.ratio, c.candidate_block_size
+        straddle = Straddle.of(ctx.rows.reads, e.last, e.segments, m=m, size=size)
+        inside = pool_mask(shared.pool, block_starts(e.last, m, size), straddle)
         trace.update(candidates=inside)
         seen = seen & inside if self.spec.in_pool else seen
       scores = index_scores(self.attn.indexer.queries(c_q, x, ctx.tables[1]), e.index_keys)

@@ -82,15 +82,22 @@ def with_predecessors(rows: Rows, count: int) -> Rows:
       jnp.where(there, rows.segments[:, :1], 0),
       jnp.zeros_like(there),
   )
-  return Rows(*(jnp.concatenate(pair, axis=1) for pair in zip(front, rows)))
+  return Rows(*(jnp.concatenate(pair, axis=1) for pair in zip(front[:4], rows[:4])))
 
 
 def visible(
     rows: Rows, last: Int[Array, "B C"], segments: Int[Array, "B C"]
 ) -> Bool[Array, "B T C"]:
   """Entries a row may see: of its document, complete at its position (j < ⌊(i + 1)/m⌋)."""
-  same = (segments[:, None, :] == rows.segments[..., None]) & (segments > 0)[:, None, :]
-  return same & (last[:, None, :] <= rows.positions[..., None])
+
+  def of(segment, end):
+    same = (segments[:, None, :] == segment[..., None]) & (segments > 0)[:, None, :]
+    return same & (last[:, None, :] <= end[..., None])
+
+  if rows.reads is None:
+    return of(rows.segments, rows.positions)
+  own, base, until, _ = rows.reads
+  return of(own, rows.positions) | of(base, jnp.minimum(rows.positions, until - 1))
 
 
 class Compressor(nnx.Module):

@@ -10,6 +10,7 @@ from jaxtyping import Array, Bool, Float, Int
 from deepseek_jax.config import ModelConfig
 from deepseek_jax.nn.layers import Linear, RMSNorm, dot
 from deepseek_jax.nn.rope import Rotation, rotate
+from deepseek_jax.nn.rows import Reads
 from deepseek_jax.quant import QuantPlan, fake_quant
 from pallas_kernels import dispatch
 from pallas_kernels.index_topk import op
@@ -117,6 +118,33 @@ def block_starts(last: Int[Array, "B C"], m: int, size: int) -> Int[Array, "B C"
   return jnp.arange(last.shape[1]) - (last // m) % size
 
 
+class Straddle(NamedTuple):
+  """The block that a row reads in two parts: from its base, and the rest from its own segment.
+
+  Attributes:
+    head: slot of the block's first entry, which the base has; the number of slots for none.
+    rest: the entries of the own segment that belong to it.
+  """
+
+  head: Int[Array, "B T"]
+  rest: Bool[Array, "B T C"]
+
+  @classmethod
+  def of(
+      cls, reads: Reads | None, last: Int[Array, "B C"], segments: Int[Array, "B C"], *, m: int,
+      size: int,
+  ) -> "Straddle | None":  # fmt: skip
+    """Of rows that read a base of complete entries up to `reads.until`; None where none does."""
+    if reads is None:
+      return None
+    kept = reads.until // m
+    block, split = kept // size, (reads.base > 0) & (kept % size > 0)
+    head = (reads.first + m - 1) // m + block * size
+    same = (segments[:, None] == reads.own[..., None]) & (segments > 0)[:, None]
+    inside = (last // m // size)[:, None] == block[..., None]
+    return cls(jnp.where(split, head, last.shape[1]), split[..., None] & same & inside)
+
+
 def pool_of_one(
     scores: Float[Array, "B T C"], seen: Bool[Array, "B T C"], positions: Int[Array, "B T"], *,
     m: int, size: int, blocks: int, implementation: str | None = None,
@@ -137,7 +165,7 @@ def pool_of_one(
 def pool_top(
     scores: Float[Array, "B T C"], seen: Bool[Array, "B T C"], last: Int[Array, "B C"],
     positions: Int[Array, "B T"], *, m: int, size: int, blocks: int,
-    implementation: str | None = None,
+    straddle: Straddle | None = None, implementation: str | None = None,
 ) -> Int[Array, "B T P"]:  # fmt: skip
   """Best candidate blocks of every row, as the slots of their first entries (−1 for absent).
 
@@ -154,6 +182,10 @@ def pool_top(
         jnp.pad(number, ((0, 0), (0, size - 1)), constant_values=-1)[:, r : r + c] == number + r
     )
     best = jnp.maximum(best, jnp.where(inside[:, None], padded[..., r : r + c], -jnp.inf))
+  if straddle is not None:
+    rest = jnp.max(jnp.where(straddle.rest, masked, -jnp.inf), axis=-1, keepdims=True)
+    at_head = jnp.arange(c) == straddle.head[..., None]
+    best = jnp.where(at_head, jnp.maximum(best, rest), best)
   newest = ((positions + 1) // m - 1) // size * size
   pinned = seen & (number[:, None] == newest[..., None])
   best = jnp.where(pinned, jnp.inf, best)
@@ -161,7 +193,9 @@ def pool_top(
   return _best_blocks(best, allowed, blocks, implementation)
 
 
-def pool_mask(starts: Int[Array, "B T P"], block_of: Int[Array, "B C"]) -> Bool[Array, "B T C"]:
+def pool_mask(
+    starts: Int[Array, "B T P"], block_of: Int[Array, "B C"], straddle: Straddle | None = None
+) -> Bool[Array, "B T C"]:
   """Whether an entry lies in one of the row's candidate blocks. `block_of` from `block_starts`."""
   b, t, _ = starts.shape
   c = block_of.shape[1]
@@ -170,4 +204,8 @@ def pool_mask(starts: Int[Array, "B T P"], block_of: Int[Array, "B C"]) -> Bool[
   chosen = chosen.at[jnp.arange(b)[:, None, None], jnp.arange(t)[:, None], at].set(
       True, mode="drop"
   )
-  return jnp.take_along_axis(chosen, jnp.broadcast_to(block_of[:, None], (b, t, c)), axis=2)
+  # A straddling block's rest begins before its own segment.
+  block_of = jnp.maximum(block_of, 0)[:, None]
+  if straddle is not None:
+    block_of = jnp.where(straddle.rest, straddle.head[..., None], block_of)
+  return jnp.take_along_axis(chosen, jnp.broadcast_to(block_of, (b, t, c)), axis=2)

@@ -9,6 +9,25 @@ from jax import Array
 from jaxtyping import Bool, Int, Int32
 
 
+class Reads(NamedTuple):
+  """Segments whose global entries a row reads, where that is not its own segment alone.
+
+  A replayed turn and the decoder's rows of a turn are segments of their own as windows go, and read
+  what the encoder made of the conversation (spec 17).
+
+  Attributes:
+    own: segment of the encoder's line whose entries the row sees up to its position.
+    base: another one, of the same document, whose entries it sees likewise; 0 for none.
+    until: only entries of the base that end before this position are seen.
+    first: row of the encoder's line with the base's position 0.
+  """
+
+  own: Int32[Array | np.ndarray, "*B T"]
+  base: Int32[Array | np.ndarray, "*B T"]
+  until: Int32[Array | np.ndarray, "*B T"]
+  first: Int32[Array | np.ndarray, "*B T"]
+
+
 class Rows(NamedTuple):
   """Tokens as one stack of layers sees them (report: bounded replay; spec section 17).
 
@@ -23,12 +42,14 @@ class Rows(NamedTuple):
       segment. Segment 0 is padding: it sees nothing, is seen by nothing and writes nothing. The
       rows of a segment are contiguous and their positions increase by one.
     writes: whether the row may add to global entries. False for replayed rows and padding.
+    reads: whose global entries the row sees; None for those of its own segment.
   """
 
   positions: Int32[Array | np.ndarray, "*B T"]
   floors: Int32[Array | np.ndarray, "*B T"]
   segments: Int32[Array | np.ndarray, "*B T"]
   writes: Bool[Array | np.ndarray, "*B T"]
+  reads: Reads | None = None
 
   @classmethod
   def single(cls, batch: int, length: int) -> "Rows":
@@ -56,3 +77,16 @@ class Rows(NamedTuple):
         segments=segments,
         writes=segments > 0,
     )
+
+
+class DecoderRows(NamedTuple):
+  """What the decoder runs of the encoder's rows: some of them, some more than once, in any order.
+
+  Attributes:
+    source: row of the encoder's line; any for padding.
+    rows: as the decoder sees them. Segments are numbered apart from the encoder's; `reads.own` is
+      always an encoder segment.
+  """
+
+  source: Int32[Array | np.ndarray, "*B D"]
+  rows: Rows

@@ -10,6 +10,7 @@ from deepseek_jax.nn.compressor import Entries, visible
 from deepseek_jax.nn.indexer import (
     Queries,
     Selection,
+    Straddle,
     block_starts,
     index_scores,
     pool_mask,
@@ -110,17 +111,19 @@ def select(
     keys, last, segments = (a[:, :bound] for a in entries[1:])
     seen = visible(rows, last, segments)
     scores = index_scores(queries, keys)
-    starts = None
+    starts = straddle = None
+    if blocks or pool is not None:
+      straddle = Straddle.of(rows.reads, last, segments, m=m, size=block_size)
     if blocks:
       how = dict(m=m, size=block_size, blocks=blocks, implementation=implementation)
       if one_document:
         starts = pool_of_one(scores, seen, rows.positions, **how)
       else:
-        starts = pool_top(scores, seen, last, rows.positions, **how)
+        starts = pool_top(scores, seen, last, rows.positions, straddle=straddle, **how)
       wide = max(0, min(blocks, c) - starts.shape[-1])
       starts = jnp.pad(starts, ((0, 0), (0, 0), (0, wide)), constant_values=-1)
     if pool is not None:
-      seen = seen & pool_mask(pool, block_starts(last, m, block_size))
+      seen = seen & pool_mask(pool, block_starts(last, m, block_size), straddle)
     return top_k(scores, seen, k, implementation), starts
 
   # Without a bound that grows with the rows a second band would be the same program again.

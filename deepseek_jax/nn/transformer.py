@@ -18,7 +18,7 @@ from deepseek_jax.nn.compressor import Entries
 from deepseek_jax.nn.hyper_connections import Site, Stream
 from deepseek_jax.nn.joint_attention import WindowKeys, row_kernels
 from deepseek_jax.nn.layers import KEPT, Linear, RMSNorm, normal, remade
-from deepseek_jax.nn.rows import Rows
+from deepseek_jax.nn.rows import DecoderRows, Rows
 from deepseek_jax.quant import QuantPlan
 from deepseek_jax.schedule import Mode, Schedule
 
@@ -118,15 +118,17 @@ class Transformer(nnx.Module):
     self.head = Linear((), d, config.vocab_size, rngs=rngs, dtype=dtype)
 
   def __call__(
-      self, tokens: Int[Array, "B T"], rows: Rows, ngrams: Int[Array, "B T n"] | None = None, *,
-      index_loss: bool = False, select_all: bool = False, trace: bool = False,
+      self, tokens: Int[Array, "B T"], rows: Rows, ngrams: Int[Array, "B T n"] | None = None,
+      decoder: DecoderRows | None = None, *, index_loss: bool = False, select_all: bool = False,
+      trace: bool = False,
   ) -> Output:  # fmt: skip
-    """All layers over all rows.
+    """The encoder over all rows, the decoder over the same or over some of them.
 
     Args:
       tokens: ids; padding rows may hold any id.
       rows: positions, floors, segments and writes of the rows.
       ngrams: token classes at i, i − 1, … for Engram; required when the schedule has Engram layers.
+      decoder: rows that the decoder runs, as in a simulated replay; None for all.
       index_loss: return the index divergence, with gradients to the indexers alone.
       select_all: let Top-K take every visible entry (the index loss's warm-up).
       trace: return every layer's intermediate values.
@@ -136,7 +138,14 @@ class Transformer(nnx.Module):
     """
     how = Pass(index_loss=index_loss, select_all=select_all, trace=trace)
     encoded = self.encode(tokens, rows, ngrams, how=how)
-    out = self.decode(encoded.stream, rows, encoded.entries, ngrams, how=how)
+    stream = encoded.stream
+    if decoder is not None:
+      picked = lambda a: jnp.take_along_axis(
+          sharding.all_rows(a), decoder.source[..., None], axis=1, mode="clip"
+      )
+      (stream, ngrams), rows = jax.tree.map(picked, (stream, ngrams)), decoder.rows
+      how = dataclasses.replace(how, same_rows=False)
+    out = self.decode(stream, rows, encoded.entries, ngrams, how=how)
     outs = encoded.outs + out.outs
     return Output(
         out.hidden,

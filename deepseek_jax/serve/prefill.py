@@ -114,7 +114,7 @@ class Chunk:
       count = min(length, max(0, len(tokens) - lo))
       own = slice(lo, lo + count)
       self.tokens[number, :count] = tokens[own]
-      for target, source in zip(self.rows, rows):
+      for target, source in zip(self.rows[:4], rows[:4]):
         target[number, :count] = source[own]
       if ngrams is not None:
         self.ngrams[number, :count] = ngrams[own]

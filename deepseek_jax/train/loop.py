@@ -4,7 +4,6 @@ import hashlib
 import math
 import pathlib
 import time
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -18,11 +17,12 @@ from deepseek_jax import distributed, sharding
 from deepseek_jax import tokenizer as tok
 from deepseek_jax.checkpoint.training import Checkpoints, check_config
 from deepseek_jax.config import Config
+from deepseek_jax.schedule import Schedule
 from deepseek_jax.serve import generate
 from deepseek_jax.serve.sampling import Sampling
 from deepseek_jax.train import conversations, data, step
-from deepseek_jax.train.conversations import Example
 from deepseek_jax.train.journal import Journal
+from deepseek_jax.train.turns import Views
 
 
 class Data(NamedTuple):
@@ -63,20 +63,26 @@ def load_data(config: Config) -> Data:
   encoded = conversations.encode_conversations(found, tokenizer, t.seq_len, d.truncate)
   kept = [example for example in encoded.examples if example.loss.any()]
   training, held_out = data.split(kept, d.eval_fraction, t.seed)
-  pipeline = data.Pipeline(
-      training, tokenizer, seq_len=t.seq_len, batch_size=t.batch_size,
-      accumulation=t.accumulation, seed=t.seed, ngram_order=order,
+  how = dict(
+      replay=t.replay, window=m.sliding_window, seed=t.seed,
+      multiple=math.lcm(*Schedule.from_config(m).ratios),
   )  # fmt: skip
-  collate = lambda rows: data.collate(held_out, rows, t.seq_len, tokenizer.pad_id, classes, order)
-  return Data(tokenizer, pipeline, [collate(rows) for rows in _batches(held_out, config)])
+  pipeline = data.Pipeline(
+      Views(training, **how), tokenizer, seq_len=t.seq_len, batch_size=t.batch_size,
+      accumulation=t.accumulation, ngram_order=order,
+  )  # fmt: skip
+  views = Views(held_out, **how)
+  collate = lambda rows: data.collate(views, rows, t.seq_len, tokenizer.pad_id, classes, order)
+  return Data(tokenizer, pipeline, [collate(rows) for rows in _batches(views, config)])
 
 
-def _batches(examples: Sequence[Example], config: Config) -> list[list[list[int]]]:
-  size = config.train.batch_size
-  lengths = [len(example.tokens) for example in examples]
-  rows = data.pack(lengths, config.train.seq_len, range(len(examples)))
-  rows += [[]] * (-len(rows) % size)
-  return [rows[i : i + size] for i in range(0, len(rows), size)]
+def _batches(views: Views, config: Config) -> list[list[list[int]]]:
+  t = config.train
+  capacity = (t.seq_len,) if t.replay is None else (t.seq_len, t.replay.decoder_len)
+  count = len(views.examples)
+  rows = data.pack([views.counts(i) for i in range(count)], capacity, range(count))
+  rows += [[]] * (-len(rows) % t.batch_size)
+  return [rows[i : i + t.batch_size] for i in range(0, len(rows), t.batch_size)]
 
 
 def _digest(text: str) -> str:

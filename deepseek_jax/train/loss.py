@@ -59,7 +59,7 @@ def sums(
   """Loss numerators of a micro-batch and the expert loads of its layers; on a mesh this share's."""
   model = model.with_whole_ends()
   out = model(
-      batch.tokens, batch.rows, batch.ngrams,
+      batch.tokens, batch.rows, batch.ngrams, batch.decoder,
       index_loss=index_loss != "frozen", select_all=index_loss == "warmup",
   )  # fmt: skip
   nll = next_token_nll(

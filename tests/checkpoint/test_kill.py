@@ -18,6 +18,7 @@ from deepseek_jax.config import Config, ModelConfig
 from deepseek_jax.tokenizer import ByteTokenizer
 from deepseek_jax.train.conversations import Example
 from deepseek_jax.train.data import Pipeline
+from deepseek_jax.train.turns import Views
 
 pytestmark = pytest.mark.slow
 
@@ -53,7 +54,7 @@ def pipeline():
   rng = np.random.default_rng(0)
   tokens = [rng.integers(256, size=n, dtype=np.int32) for n in rng.integers(3, 30, size=60)]
   examples = [Example(x, np.ones(len(x), bool)) for x in tokens]
-  return Pipeline(examples, ByteTokenizer(), seq_len=32, batch_size=2, accumulation=2)
+  return Pipeline(Views(examples), ByteTokenizer(), seq_len=32, batch_size=2, accumulation=2)
 
 
 def initial():

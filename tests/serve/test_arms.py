@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from deepseek_jax.cache import ring_positions
-from deepseek_jax.eval.served import _narrow
 from deepseek_jax.serve import replay, state
 
 W = 4
@@ -232,13 +231,10 @@ class TestExactness:
 @slow
 class TestArms:
 
-  def test_a_cold_prefill_is_the_simulation_without_a_cache(self, resume):
-    start = resume.prompt - W
-    ngrams = resume.served.ngrams(resume.ids)
-    simulated = np.asarray(_narrow(resume.model, resume.ids, ngrams, start))[:, W - 1 :]
-    np.testing.assert_allclose(resume.cold_logits, simulated, atol=1e-5, rtol=0)
-    difference = np.abs(simulated - resume.exact_logits).max((1, 2))
-    assert difference.min() > 1e-2  # the approximation that the arm makes
+  def test_a_cold_prefill_is_an_approximation(self, resume):
+    """What it is equal to: `test_simulation.py`."""
+    difference = np.abs(resume.cold_logits - resume.exact_logits).max((1, 2))
+    assert difference.min() > 1e-2
 
   def test_resuming_with_windows_loses_nothing(self, resume):
     """Arm C: hits before, in and at the end of the decoder's rows."""

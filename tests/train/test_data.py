@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from deepseek_jax import tokenizer as tok
 from deepseek_jax.train import data
 from deepseek_jax.train.conversations import Example
+from deepseek_jax.train.turns import Views
 
 BYTES = tok.ByteTokenizer()
 CLASSES = tok.token_classes(BYTES)
@@ -31,11 +32,12 @@ def make_examples(n=23, seed=0):
 
 
 EXAMPLES = make_examples()
+VIEWS = Views(EXAMPLES)
 
 
-def make_pipeline(examples=EXAMPLES, **changes):
-  sizes = dict(seq_len=SEQ_LEN, batch_size=2, accumulation=2, seed=3, ngram_order=4)
-  return data.Pipeline(examples, BYTES, **(sizes | changes))
+def make_pipeline(examples=EXAMPLES, seed=3, **changes):
+  sizes = dict(seq_len=SEQ_LEN, batch_size=2, accumulation=2, ngram_order=4)
+  return data.Pipeline(Views(examples, seed=seed), BYTES, **(sizes | changes))
 
 
 def flat(x):
@@ -130,7 +132,7 @@ def test_packed_rows_hold_every_example_as_if_alone():
       at = segments == segment
       own = next(ids)
       tokens, loss = EXAMPLES[own]
-      alone = data.collate(EXAMPLES, [[own]], len(tokens), BYTES.pad_id, CLASSES, 4)
+      alone = data.collate(VIEWS, [[own]], len(tokens), BYTES.pad_id, CLASSES, 4)
       np.testing.assert_array_equal(flat(batch.tokens)[row][at], tokens)
       np.testing.assert_array_equal(flat(rows.positions)[row][at], np.arange(len(tokens)))
       np.testing.assert_array_equal(flat(batch.ngrams)[row][at], alone.ngrams[0])
@@ -153,7 +155,7 @@ def test_packed_rows_hold_every_example_as_if_alone():
 
 def test_an_epoch_weighs_every_response_token_once():
   rows = make_pipeline().epoch(0)
-  batch = data.collate(EXAMPLES, [*rows, []], SEQ_LEN, BYTES.pad_id)
+  batch = data.collate(VIEWS, [*rows, []], SEQ_LEN, BYTES.pad_id)
   assert batch.ngrams is None
   assert batch.weights.sum() == sum(example.loss.sum() for example in EXAMPLES)
   assert not batch.rows.segments[-1].any()
