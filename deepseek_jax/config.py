@@ -146,13 +146,72 @@ class ReplayConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class RolloutConfig:
+  """Training on responses that the model writes itself, as it is served (report 4; spec 14).
+
+  A rollout is one response for every line of `updates` steps; each step then trains on its share.
+
+  Attributes:
+    objective: "distill": reverse KL to a teacher over the whole vocabulary; "grpo": rewards of
+      exact answers.
+    prompts: "data": prompts of `Config.data`, for distillation; "retrieval" or "arithmetic".
+    prompt_len: tokens that a prompt has at most.
+    max_new_tokens: of a response.
+    temperature: of the samples.
+    group: responses of one prompt, whose mean reward is the baseline.
+    updates: steps a rollout.
+    teacher: workdir of the teacher's checkpoint.
+    clip: ε of the importance ratio, kept within [1 − ε, 1 + ε].
+    efforts: levels b of which each group has one, named in the prompt.
+    penalty: k0 of the length penalty min(penalty_max, k0 · exp(−(b − b_min)/penalty_decay) · ℓ/L),
+      ℓ of L = max_new_tokens tokens.
+    penalty_decay: τ, in levels.
+    penalty_max: C_max.
+  """
+
+  objective: str
+  prompts: str = "data"
+  prompt_len: int = 64
+  max_new_tokens: int = 16
+  temperature: float = 1.0
+  group: int = 1
+  updates: int = 1
+  teacher: str = ""
+  clip: float = 0.2
+  efforts: tuple[int, ...] = ()
+  penalty: float = 0.0
+  penalty_decay: float = 25.0
+  penalty_max: float = 0.5
+
+  def __post_init__(self):
+    known = dict(objective=("distill", "grpo"), prompts=("data", "retrieval", "arithmetic"))
+    for name, allowed in known.items():
+      value = getattr(self, name)
+      require(value in allowed, f"train.rollout.{name}", value, f"one of {allowed}")
+    for name in ("prompt_len", "max_new_tokens", "group", "updates"):
+      require(getattr(self, name) >= 1, f"train.rollout.{name}", getattr(self, name), "at least 1")
+    for name in ("temperature", "penalty_decay"):
+      require(getattr(self, name) > 0, f"train.rollout.{name}", getattr(self, name), "above 0")
+    for name in ("clip", "penalty", "penalty_max"):
+      require(getattr(self, name) >= 0, f"train.rollout.{name}", getattr(self, name), "at least 0")
+    levels = all(1 <= b <= 100 for b in self.efforts)
+    require(levels, "train.rollout.efforts", self.efforts, "levels within 1..100")
+    if self.objective == "distill":
+      require(self.teacher, "train.rollout.teacher", self.teacher, "the workdir of a checkpoint")
+    else:
+      require(self.prompts != "data", "train.rollout.prompts", "data", "a task with a reward")
+      require(self.group > 1, "train.rollout.group", self.group, "at least 2, for a baseline")
+
+
+@dataclasses.dataclass(frozen=True)
 class TrainConfig:
   """One fine-tuning run (spec 14 for the optimiser's constants). Rates and speeds are per step.
 
   A step reads `accumulation` × `batch_size` packed rows of `seq_len` tokens. Parameters whose path
   a pattern of `frozen` finds are not trained; with adapters (`Config.lora`) they alone are, and
   what a pattern of `trainable` finds. `init` is the workdir of a checkpoint to start from, such as
-  `convert_checkpoint.py` writes. With `replay` every turn sees what it would in serving.
+  `convert_checkpoint.py` writes. With `replay` every turn sees what it would in serving; with
+  `rollout` the responses are the model's own.
   """
 
   steps: int
@@ -175,6 +234,7 @@ class TrainConfig:
   trainable: tuple[str, ...] = ()
   init: str = ""
   replay: ReplayConfig | None = None
+  rollout: RolloutConfig | None = None
   checkpoint_every: int = 50
   keep_checkpoints: int = 2
   eval_every: int = 50
@@ -253,6 +313,24 @@ class Config:
             f"more than sliding_window ({w}), which comes before a response, and a multiple of"
             f" mesh.seq ({mesh.seq})",
         )  # fmt: skip
+      if train.rollout is not None:
+        self._check_rollout(train, train.rollout)
+
+  def _check_rollout(self, train: TrainConfig, r: RolloutConfig) -> None:
+    """Whatever is written must fit into the lines that train on it."""
+    require(self.mesh.devices == 1, "mesh", self.mesh, "one device with train.rollout")
+    again = 2 if train.replay and train.replay.encoder else 1
+    most, w = again * (r.prompt_len + r.max_new_tokens), self.model.sliding_window
+    require(train.seq_len >= most, "train.seq_len", train.seq_len, f"at least {most} for rollouts")
+    if train.replay is not None:
+      most = min(w, r.prompt_len) + r.max_new_tokens
+      rows = train.replay.decoder_len
+      require(rows >= most, "train.replay.decoder_len", rows, f"at least {most} for rollouts")
+    lines = train.batch_size * train.accumulation * r.updates
+    require(
+        lines % r.group == 0, "train.rollout.group", r.group,
+        f"a divisor of the {lines} lines of a rollout",
+    )  # fmt: skip
 
   @classmethod
   def from_config_dict(cls, config: ml_collections.ConfigDict) -> "Config":

@@ -37,6 +37,7 @@ from deepseek_jax.nn.rows import Rows
 from deepseek_jax.nn.transformer import Transformer
 from deepseek_jax.schedule import Schedule
 from deepseek_jax.train import loss
+from deepseek_jax.train.data import Batch
 
 # Constants that describe a file rather than results to compare.
 _DESCRIPTION = frozenset({
@@ -96,10 +97,8 @@ def _gradient(model, ids, ngrams):
 
   def mean_nll(params):
     model = nnx.merge(graph, params)
-    out = model(ids, Rows.single(*ids.shape), ngrams)
-    targets = jnp.roll(ids, -1, axis=1)
-    nll = loss.next_token_nll(model, out.hidden, targets, weights, chunk=512)
-    return nll / weights.sum()
+    batch = Batch(ids, Rows.single(*ids.shape), ngrams, jnp.roll(ids, -1, axis=1), weights)
+    return loss.sums(model, batch, index_loss="frozen")[0].nll / weights.sum()
 
   with jax.default_matmul_precision("highest"):
     return jax.value_and_grad(mean_nll)(params)

@@ -1,7 +1,10 @@
 """Fine-tunes a configuration: `finetune.py --config=configs/tiny.py --workdir=DIR [--resume]`.
 
-On several hosts the same command runs on each; see docs/pods.md.
+With --rows it shows what the first packed line holds, and writes nothing. On several hosts the same
+command runs on each; see docs/pods.md.
 """
+
+import sys
 
 from absl import flags, logging
 
@@ -11,6 +14,7 @@ _CONFIG = cli.config_flag()
 _WORKDIR = flags.DEFINE_string("workdir", None, "Folder of this run alone.")
 _RESUME = flags.DEFINE_bool("resume", False, "Continue from the newest whole checkpoint.")
 _PROFILE = flags.DEFINE_integer("profile", 0, "Steps to trace for xprof.", lower_bound=0)
+_ROWS = flags.DEFINE_bool("rows", False, "Only show the rows of the first packed line.")
 _ADDRESS = flags.DEFINE_string(
     "address", None, "HOST:PORT of process 0; on a Cloud TPU it is found without."
 )
@@ -21,7 +25,16 @@ _EXPECT_TPU = flags.DEFINE_bool("expect_tpu", False, "End if JAX finds no TPU.")
 
 
 def main() -> dict | None:
-  """The run's summary, of process 0."""
+  """The run's summary, of process 0; with --rows, counts of rows."""
+  if _ROWS.value:
+    from deepseek_jax.train import loop, turns
+
+    config = _CONFIG.value
+    source = loop.load_data(config)
+    ids = source.pipeline.epoch(0)[0]
+    picture, counts = turns.overview(source.views, ids, config.train.seq_len)
+    sys.stdout.write(f"{picture}\n\n")
+    return counts
   if _WORKDIR.value is None:
     raise ValueError("--workdir is missing; give the folder that the run is to fill")
   config = _CONFIG.value

@@ -59,6 +59,7 @@ class Pass:
     index_loss: index scores carry gradients and every layer returns its divergence from them.
     select_all: Top-K takes every visible entry (the index loss's dense warm-up).
     windows: layers return the window latents of their rows.
+    routes: layers return the experts of their rows.
     trace: layers return their intermediate values.
   """
 
@@ -66,6 +67,7 @@ class Pass:
   index_loss: bool = False
   select_all: bool = False
   windows: bool = False
+  routes: bool = False
   trace: bool = False
 
 

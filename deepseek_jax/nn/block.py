@@ -28,12 +28,14 @@ class LayerOut(NamedTuple):
     balance: of its router, or None where kernels serve that read weights in place.
     index_loss: Σ over rows of KL(attention mass ‖ index softmax) on the selected entries, or None.
     window: window latents of the rows as later rows will read them, or None.
+    routes: experts that the rows visit, or None.
     trace: dict of intermediate values, or None.
   """
 
   balance: Balance | None
   index_loss: Float[Array, ""] | None
   window: Float[Array, "B T H"] | None
+  routes: Int[Array, "B T X"] | None
   trace: dict[str, Any] | None
 
 
@@ -109,7 +111,7 @@ class Block(nnx.Module):
 
   def __call__(
       self, s: Stream, following: Site, ctx: Context, past: WindowKeys, shared: Published,
-      how: Pass, bank: Bank | None = None,
+      how: Pass, bank: Bank | None = None, routes: Int[Array, "B T X"] | None = None,
   ) -> tuple[Stream, Published, LayerOut]:  # fmt: skip
     """The layer on its rows.
 
@@ -121,6 +123,7 @@ class Block(nnx.Module):
       shared: entries to read; this layer adds the selection it makes.
       how: static facts of the pass.
       bank: weights of the run, if the mixture reads them inside its stack.
+      routes: experts chosen before, −1 where the router is to choose.
     """
     x = self.attn_norm(s.u)
     c_q = self.attn.query_latent(x)
@@ -136,7 +139,7 @@ class Block(nnx.Module):
     with jax.named_scope("moe"):
       valid, balance = ctx.rows.segments > 0, None
       if bank is None:
-        y, balance = self.ffn(self.ffn_norm(middle.u), valid)
+        y, balance, routes = self.ffn(self.ffn_norm(middle.u), valid, routes)
       else:
         y = self.ffn.in_place(middle.u, valid, bank, self.config.rms_norm_eps)
     with jax.named_scope("hyper_connections"):
@@ -145,7 +148,13 @@ class Block(nnx.Module):
     if how.index_loss:
       loss = index_divergence(mass, shared.selection.scores) if self.spec.ratio else jnp.zeros(())
     trace = self._trace(out, x, c_q, ctx, own, shared) if how.trace else None
-    return out, shared, LayerOut(balance, loss, own if how.windows else None, trace)
+    return (
+        out,
+        shared,
+        LayerOut(
+            balance, loss, own if how.windows else None, routes if how.routes else None, trace
+        ),
+    )
 
   def _trace(self, out, x, c_q, ctx, own, shared) -> dict[str, Any]:
     """Intermediate values under the names of the golden captures; index scores masked as there."""

@@ -65,11 +65,16 @@ class Gate(nnx.Module):
     self.bias_vl = constant((*stack, e), 0.0)
     self.active, self.scale = config.num_experts_per_tok, config.routed_scaling_factor
 
-  def __call__(self, x: Float[Array, "B T D"]) -> Routing:
+  def __call__(
+      self, x: Float[Array, "B T D"], routes: Int[Array, "B T X"] | None = None
+  ) -> Routing:
+    """Of normed rows. `routes` are experts chosen before, −1 where the router is to choose."""
     z = jnp.einsum("btd,ed->bte", x.astype(jnp.float32), self.weight[...].astype(jnp.float32))
     # softplus underflows below z = −87, where the slope of the root is infinite.
     s = jnp.sqrt(jnp.maximum(jax.nn.softplus(z), jnp.finfo(jnp.float32).tiny))
     ids = jax.lax.top_k(jax.lax.stop_gradient(s + self.bias[...]), self.active)[1]
+    if routes is not None:
+      ids = jnp.where(routes < 0, ids, routes)
     weights = jnp.take_along_axis(s, ids, axis=-1)
     if self.active > 1:
       weights = weights / (weights.sum(-1, keepdims=True) + 1e-20)
@@ -138,10 +143,11 @@ class MoE(nnx.Module):
     self.limit = config.swiglu_limit
 
   def __call__(
-      self, x: Float[Array, "B T D"], valid: Bool[Array, "B T"]
-  ) -> tuple[Float[Array, "B T D"], Balance]:
-    """Of normed rows, where `valid`."""
-    routing = self.gate(x)
+      self, x: Float[Array, "B T D"], valid: Bool[Array, "B T"],
+      routes: Int[Array, "B T X"] | None = None,
+  ) -> tuple[Float[Array, "B T D"], Balance, Int[Array, "B T X"]]:  # fmt: skip
+    """Of normed rows, where `valid`, and the experts that they visit (see `Gate`)."""
+    routing = self.gate(x, routes)
     count = routing.affinities.shape[-1]
     ids = jnp.where(valid[..., None], routing.ids, count)  # padding visits no expert
     flat = lambda a: a.reshape(-1, a.shape[-1])
@@ -151,7 +157,7 @@ class MoE(nnx.Module):
     visits = sharding.axis_size(sharding.EXPERTS) > 1
     routed = experts.visited_sum(way, *args) if visits else experts.routed_sum(way, *args)
     out = routed.reshape(x.shape) + self.shared_experts(x).astype(jnp.float32)
-    return checkpoint_name(out.astype(x.dtype), "mixture"), balance(routing, valid)
+    return checkpoint_name(out.astype(x.dtype), "mixture"), balance(routing, valid), routing.ids
 
   def bank(self, norm: Float[Array, "n D"], u: Float[Array, "B T D"]) -> Bank | None:
     """Of a stacked run at its first layer, if `in_place` takes rows like u; see `one_row`."""

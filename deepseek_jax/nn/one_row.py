@@ -103,7 +103,13 @@ class Chosen(NamedTuple):
 def takes(block: Block, stream: Stream, past: WindowKeys, shared: Published, how: Pass) -> bool:
   """Whether a layer of a run goes this way. On several devices weights are not all on each."""
   c, ring = block.config, past.kv
-  if stream.x.shape[1] != 1 or not block.spec.ratio or not isinstance(ring, Table) or how.trace:
+  if (
+      stream.x.shape[1] != 1
+      or not block.spec.ratio
+      or not isinstance(ring, Table)
+      or how.trace
+      or how.routes
+  ):
     return False
   if ring.layout.format != WINDOW.format or how.index_loss:
     return False
@@ -173,4 +179,4 @@ def layer(
   with jax.named_scope("hyper_connections"):
     out = block.hc.update(middle, y[:, None], following)
   latents = own.kv[: y.shape[0], None]
-  return out, shared, LayerOut(None, None, latents, None)
+  return out, shared, LayerOut(None, None, latents, None, None)

@@ -59,6 +59,16 @@ class Encoded(NamedTuple):
   outs: tuple[LayerOut, ...]
 
 
+class Routes(NamedTuple):
+  """Experts of the rows of every layer of each stack, as a pass returned them: routing replay.
+
+  −1 stands where the router is to choose.
+  """
+
+  encoder: Int[Array, "E B T X"]
+  decoder: Int[Array, "D B T2 X"]
+
+
 class Decoded(NamedTuple):
   """What the decoder makes of its rows: `hidden` after the final norm, cache, reports of layers."""
 
@@ -119,8 +129,8 @@ class Transformer(nnx.Module):
 
   def __call__(
       self, tokens: Int[Array, "B T"], rows: Rows, ngrams: Int[Array, "B T n"] | None = None,
-      decoder: DecoderRows | None = None, *, index_loss: bool = False, select_all: bool = False,
-      trace: bool = False,
+      decoder: DecoderRows | None = None, routes: Routes | None = None, *,
+      index_loss: bool = False, select_all: bool = False, trace: bool = False,
   ) -> Output:  # fmt: skip
     """The encoder over all rows, the decoder over the same or over some of them.
 
@@ -129,6 +139,7 @@ class Transformer(nnx.Module):
       rows: positions, floors, segments and writes of the rows.
       ngrams: token classes at i, i − 1, … for Engram; required when the schedule has Engram layers.
       decoder: rows that the decoder runs, as in a simulated replay; None for all.
+      routes: experts that rows visit, whatever the router would choose now.
       index_loss: return the index divergence, with gradients to the indexers alone.
       select_all: let Top-K take every visible entry (the index loss's warm-up).
       trace: return every layer's intermediate values.
@@ -137,7 +148,8 @@ class Transformer(nnx.Module):
       ValueError: an Engram layer without `ngrams`.
     """
     how = Pass(index_loss=index_loss, select_all=select_all, trace=trace)
-    encoded = self.encode(tokens, rows, ngrams, how=how)
+    above, below = routes or (None, None)
+    encoded = self.encode(tokens, rows, ngrams, how=how, routes=above)
     stream = encoded.stream
     if decoder is not None:
       picked = lambda a: jnp.take_along_axis(
@@ -145,7 +157,7 @@ class Transformer(nnx.Module):
       )
       (stream, ngrams), rows = jax.tree.map(picked, (stream, ngrams)), decoder.rows
       how = dataclasses.replace(how, same_rows=False)
-    out = self.decode(stream, rows, encoded.entries, ngrams, how=how)
+    out = self.decode(stream, rows, encoded.entries, ngrams, how=how, routes=below)
     outs = encoded.outs + out.outs
     return Output(
         out.hidden,
@@ -158,6 +170,7 @@ class Transformer(nnx.Module):
   def encode(
       self, tokens: Int[Array, "B T"], rows: Rows, ngrams: Int[Array, "B T n"] | None = None,
       cache: Cache | None = None, *, how: Pass = _PLAIN,
+      routes: Int[Array, "layers B T X"] | None = None,
   ) -> Encoded:  # fmt: skip
     """The encoder over rows, and the decoder's global entries of them (spec 6).
 
@@ -168,6 +181,7 @@ class Transformer(nnx.Module):
       cache: what earlier rows left, one document a line; new entries and window latents are added
         to it, live rows come first in a line. None: the rows are all there is.
       how: static facts of the pass.
+      routes: see `Routes`.
 
     Raises:
       ValueError: an Engram layer without `ngrams`.
@@ -175,7 +189,9 @@ class Transformer(nnx.Module):
     if self.config.engram_layer_ids and ngrams is None:
       raise ValueError(f"ngrams is None; layers {self.config.engram_layer_ids} are Engram layers")
     ctx = Context.of(rows, self.config)
-    state = self._layers("encoder", self.start(tokens), ctx, Published(), ngrams, cache, how)
+    state = self._layers(
+        "encoder", self.start(tokens), ctx, Published(), ngrams, cache, how, routes
+    )
     first, stream = self._first_decoder_run, state.stream
     if self.runs[first].spec.engram is not None:
       stream = self._first_layer(first).remember(stream, ngrams)
@@ -185,6 +201,7 @@ class Transformer(nnx.Module):
   def decode(
       self, stream: Stream, rows: Rows, entries: Entries, ngrams: Int[Array, "B T n"] | None = None,
       cache: Cache | None = None, *, how: Pass = _PLAIN,
+      routes: Int[Array, "layers B T X"] | None = None,
   ) -> Decoded:  # fmt: skip
     """The decoder over rows that the encoder has read: all of them, or a prompt's last W.
 
@@ -195,9 +212,10 @@ class Transformer(nnx.Module):
       ngrams: of these rows; for Engram layers after the decoder's first layer.
       cache: window rings of earlier decoder rows, or None.
       how: static facts of the pass. `same_rows` only if the entries come from these very rows.
+      routes: see `Routes`.
     """
     ctx = Context.of(rows, self.config)
-    state = self._layers("decoder", stream, ctx, Published(entries), ngrams, cache, how)
+    state = self._layers("decoder", stream, ctx, Published(entries), ngrams, cache, how, routes)
     return Decoded(self.norm(state.stream.u), state.cache, state.outs)
 
   def start(self, tokens: Int[Array, "B T"]) -> Stream:
@@ -230,6 +248,7 @@ class Transformer(nnx.Module):
   def _layers(
       self, stack: str, stream: Stream, ctx: Context, shared: Published,
       ngrams: Int[Array, "B T n"] | None, cache: Cache | None, how: Pass,
+      routes: Int[Array, "layers B T X"] | None,
   ) -> _State:  # fmt: skip
     """One stack; the decoder's source layer comes with its Engram applied and entries published."""
     spread = sharding.axis_size(sharding.SEQ) > 1
@@ -257,12 +276,13 @@ class Transformer(nnx.Module):
         if block.spec.mode is Mode.FULL:
           entries, cache = self._publish(number, stream, ctx, cache)
           shared = Published(entries)
+      layers = slice(run[0].layer - before, run[-1].layer - before + 1)
       if ring is None:
         past = self._nothing_past(ctx.rows, stream.x.dtype)
       else:
-        layers = slice(run[0].layer - before, run[-1].layer - before + 1)
         past = WindowKeys(jax.tree.map(lambda a, at=layers: a[at], ring), *places)
-      stream, shared, out = self._run(number, stream, ctx, past, shared, how)
+      chosen = None if routes is None else routes[layers]
+      stream, shared, out = self._run(number, stream, ctx, past, shared, how, chosen)
       outs.extend(out)
     if cache is not None:
       latents = jnp.stack([o.window for o in outs])
@@ -305,27 +325,27 @@ class Transformer(nnx.Module):
 
   def _run(
       self, number: int, stream: Stream, ctx: Context, past: WindowKeys, shared: Published,
-      how: Pass,
+      how: Pass, routes: Int[Array, "n B T X"] | None,
   ) -> tuple[Stream, Published, list[LayerOut]]:  # fmt: skip
     """A run of equal layers: scanned, or one after another. A table of rings leads with layers."""
     block, run = self.runs[number], self.schedule.runs[number]
     rings = past.kv if isinstance(past.kv, Table) else None
-    layers = block, self._following(number), rings
+    layers = block, self._following(number), rings, routes
 
     # Without a cache there may be a gradient, which the kernels that read in place do not have.
-    bank = block.bank(stream) if how.windows and not how.trace else None
+    bank = block.bank(stream) if how.windows and not (how.trace or how.routes) else None
 
-    def layer(one, following, ring, number, stream, shared):
+    def layer(one, following, ring, routes, number, stream, shared):
       one, following = self._whole(one), self._whole(following)
       own = past if ring is None else past._replace(kv=ring)
       at = None if bank is None else bank._replace(layer=number)
-      return one(stream, following, ctx, own, shared, how, at)
+      return one(stream, following, ctx, own, shared, how, at, routes)
 
     if one_row.takes(block, stream, past, shared, how):
       prepared = one_row.Prepared.of(block, ctx, past)
       chosen = None if block.spec.selects else one_row.Chosen.of(shared)
 
-      def layer(one, following, ring, number, stream, shared):
+      def layer(one, following, ring, routes, number, stream, shared):
         return one_row.layer(
             block, one, number, stream, following, ctx, rings, shared, prepared, chosen, how
         )

@@ -13,11 +13,26 @@ from jaxtyping import Float32, Int32
 
 from deepseek_jax import tokenizer as tok
 from deepseek_jax.nn.rows import DecoderRows, Reads, Rows
+from deepseek_jax.nn.transformer import Routes
 from deepseek_jax.train.conversations import Example
 from deepseek_jax.train.turns import Views
 
 # Rows that first-fit packing keeps open. More fill the rows better and cost a longer search.
 OPEN_ROWS = 32
+
+
+class Policy(NamedTuple):
+  """What a rollout remembers of its responses.
+
+  Attributes:
+    logprobs: of the targets, under the policy that wrote them, in nats; 0 without a target.
+    advantages: of the responses.
+    routes: experts that the rows visited.
+  """
+
+  logprobs: Float32[np.ndarray, "*B D"]
+  advantages: Float32[np.ndarray, "*B D"]
+  routes: Routes
 
 
 class Batch(NamedTuple):
@@ -31,6 +46,7 @@ class Batch(NamedTuple):
       decoder runs.
     weights: 1 where the target carries loss, else 0.
     decoder: rows that the decoder runs; None for all of the encoder's.
+    policy: of a rollout.
   """
 
   tokens: Int32[np.ndarray, "*B T"]
@@ -39,6 +55,7 @@ class Batch(NamedTuple):
   targets: Int32[np.ndarray, "*B D"]
   weights: Float32[np.ndarray, "*B D"]
   decoder: DecoderRows | None = None
+  policy: Policy | None = None
 
 
 class PackedBatch(NamedTuple):

@@ -1,5 +1,6 @@
 """The training run: data, steps, checkpoints, journal, and what the terminal shows."""
 
+import functools
 import hashlib
 import math
 import pathlib
@@ -20,27 +21,38 @@ from deepseek_jax.config import Config
 from deepseek_jax.schedule import Schedule
 from deepseek_jax.serve import generate
 from deepseek_jax.serve.sampling import Sampling
-from deepseek_jax.train import conversations, data, step
+from deepseek_jax.train import conversations, data, step, turns
 from deepseek_jax.train.journal import Journal
+from deepseek_jax.train.on_policy import OnPolicy, load_teacher
 from deepseek_jax.train.turns import Views
 
 
 class Data(NamedTuple):
-  """Tokenizer, the training pipeline and packed evaluation batches [B, T]."""
+  """Tokenizer, rows and batches of the training side, and packed evaluation batches [B, T].
+
+  A task has neither rows nor evaluation.
+  """
 
   tokenizer: tok.Tokenizer
-  pipeline: data.Pipeline
+  views: Views | None
+  pipeline: data.Pipeline | OnPolicy
   held_out: list[data.Batch]
+
+
+def _check_trains(config: Config) -> None:
+  if config.train is None:
+    raise ValueError("train is None; a training run needs a train section")
 
 
 def load_data(config: Config) -> Data:
   """Conversations of `config.data`, split and packed.
 
   Raises:
-    ValueError: an unfit conversation, a model that does not fit the tokenizer, an empty side of the
-      split.
+    ValueError: no train section, an unfit conversation, a model that does not fit the tokenizer, an
+      empty side of the split.
     OSError: `data.source` cannot be read.
   """
+  _check_trains(config)
   d, t, m = config.data, config.train, config.model
   tokenizer = tok.from_name(d.tokenizer)
   if m.vocab_size < tokenizer.vocab_size:
@@ -55,25 +67,33 @@ def load_data(config: Config) -> Data:
         f"model.engram_compressed_vocab_size is {m.engram_compressed_vocab_size}; it must be"
         f" {classes.max() + 1}, the classes of data.tokenizer {d.tokenizer!r}"
     )
+  written = functools.partial(OnPolicy, config, tokenizer, step.abstract_model(config)[0])
+  if t.rollout is not None and t.rollout.prompts != "data":
+    return Data(tokenizer, None, written(), [])
   found = (
       conversations.chatterbot_conversations()
       if d.source == "chatterbot"
       else conversations.read_jsonl(d.source)
   )
   encoded = conversations.encode_conversations(found, tokenizer, t.seq_len, d.truncate)
-  kept = [example for example in encoded.examples if example.loss.any()]
-  training, held_out = data.split(kept, d.eval_fraction, t.seed)
-  how = dict(
-      replay=t.replay, window=m.sliding_window, seed=t.seed,
-      multiple=math.lcm(*Schedule.from_config(m).ratios),
-  )  # fmt: skip
+  examples = encoded.examples
+  how = dict(window=m.sliding_window, multiple=math.lcm(*Schedule.from_config(m).ratios))
+  if t.replay is not None and d.truncate:
+    examples = [turns.cut(each, t.replay, seq_len=t.seq_len, **how) for each in examples]
+  kept = [example for example in examples if example.loss.any()]
+  training, held_out = (
+      Views(side, replay=t.replay, seed=t.seed, **how)
+      for side in data.split(kept, d.eval_fraction, t.seed)
+  )
   pipeline = data.Pipeline(
-      Views(training, **how), tokenizer, seq_len=t.seq_len, batch_size=t.batch_size,
+      training, tokenizer, seq_len=t.seq_len, batch_size=t.batch_size,
       accumulation=t.accumulation, ngram_order=order,
   )  # fmt: skip
-  views = Views(held_out, **how)
-  collate = lambda rows: data.collate(views, rows, t.seq_len, tokenizer.pad_id, classes, order)
-  return Data(tokenizer, pipeline, [collate(rows) for rows in _batches(views, config)])
+  collate = lambda rows: data.collate(held_out, rows, t.seq_len, tokenizer.pad_id, classes, order)
+  batches = [collate(rows) for rows in _batches(held_out, config)]
+  if t.rollout is not None:
+    pipeline = written(training.examples)
+  return Data(tokenizer, training, pipeline, batches)
 
 
 def _batches(views: Views, config: Config) -> list[list[list[int]]]:
@@ -213,8 +233,7 @@ def run(
       `resume` without a checkpoint, or with none that is whole; unfit data.
     FloatingPointError: a loss that is not finite; checkpoints before it are kept.
   """
-  if config.train is None:
-    raise ValueError("train is None; a training run needs a train section")
+  _check_trains(config)
   workdir = pathlib.Path(workdir)
   # Before anything that waits for all: hosts that differ would hang, or train apart.
   distributed.agree("configuration", _digest(f"{resume} {config.to_json()}"))
@@ -261,7 +280,7 @@ class _Training:
   """The loop and what it needs."""
 
   def __init__(
-      self, config: Config, mesh: Mesh | None, source: Data, batches: data.BatchIterator,
+      self, config: Config, mesh: Mesh | None, source: Data, batches: data.BatchIterator | OnPolicy,
       checkpoints: Checkpoints, journal: Journal, display: _Display,
   ):  # fmt: skip
     self._config, self._mesh, self._source, self._batches = config, mesh, source, batches
@@ -269,6 +288,7 @@ class _Training:
     self._graphdef, _ = step.abstract_model(config)
     self._evaluate = step.make_eval(self._graphdef, config, mesh)
     self._held_out = [_placed(batch, mesh) for batch in source.held_out]
+    self._teacher = load_teacher(config)
     self._compile_seconds: float | None = None
     self._speeds: list[float] = []
     self.done = 0
@@ -280,24 +300,27 @@ class _Training:
     t = self._config.train
     self.done = done
     train_step = step.make_step(self._graphdef, self._config, self._mesh)
-    pending: tuple[int, step.Metrics] | None = None
+    pending: tuple[int, step.Metrics, dict[str, float]] | None = None
     started = time.monotonic()
     for now in range(done + 1, t.steps + 1):
       # Dispatch returns at once: this batch is packed, and the last step's metrics are written,
       # while a step runs.
+      if t.rollout is not None:
+        self._batches.see(state.params)
       batch = _placed(next(self._batches).batch, self._mesh)
+      written = {} if t.rollout is None else self._batches.metrics
       if self._compile_seconds is None:
         self._display.say("compiling the step")
         began = time.monotonic()
-        train_step = train_step.lower(state, batch).compile()
+        train_step = train_step.lower(state, batch, *self._teacher).compile()
         self._compile_seconds = time.monotonic() - began
         started = time.monotonic()
       trace.before(now)
-      state, metrics = train_step(state, batch)
+      state, metrics = train_step(state, batch, *self._teacher)
       trace.after(now, metrics)
       if pending is not None:
         started = self._report(*pending, started)
-      pending = now, metrics
+      pending = now, metrics, written
       self.done = now
       evaluates = now % t.eval_every == 0 or now == t.steps
       stops = stop.agreed()
@@ -314,8 +337,9 @@ class _Training:
     return state
 
   def _report(
-      self, now: int, metrics: step.Metrics, started: float, params: nnx.State | None = None
-  ) -> float:
+      self, now: int, metrics: step.Metrics, written: dict[str, float], started: float,
+      params: nnx.State | None = None,
+  ) -> float:  # fmt: skip
     """Writes a step's metrics; returns when the next step began, in seconds."""
     values = {name: float(value) for name, value in jax.device_get(metrics)._asdict().items()}
     ended = time.monotonic()
@@ -326,9 +350,9 @@ class _Training:
       )
     seconds = ended - started
     speed = values["tokens"] / seconds
-    record = {"step": now, **values, "seconds": seconds, "tokens_per_second": speed}
+    record = {"step": now, **values, **written, "seconds": seconds, "tokens_per_second": speed}
     self._speeds.append(speed)
-    if params is not None:
+    if params is not None and self._held_out:
       record["eval_loss"] = self.eval_loss(params)
       ended = time.monotonic()
     self._journal.write(record)

@@ -238,7 +238,7 @@ def state_shardings(config: Config, mesh: Mesh) -> TrainState:
 
 def make_gradient(
     graphdef: nnx.GraphDef, config: Config, mesh: Mesh | None = None
-) -> Callable[[nnx.State, Batch], Gradient]:
+) -> Callable[..., Gradient]:
   """Gradient of a step's loss over a batch [G, B, T], G micro-batches in turn.
 
   The loss is (Σ nll) / targets + (weighted Σ balance + weighted Σ index divergence) / tokens, with
@@ -252,26 +252,26 @@ def make_gradient(
     mesh: of the parameters and the batch; None for one device.
 
   Returns:
-    A function of parameters and batch.
+    A function of parameters, batch and, for distillation, the teacher.
   """
   t = config.train
   shapes = abstract_model(config)[1]
 
-  def micro_loss(chosen, params, micro, counts):
+  def micro_loss(chosen, params, micro, counts, teacher):
     model = nnx.merge(graphdef, nnx.merge_state(params, chosen))
-    sums, load = loss.sums(model, micro, index_loss=t.index_loss)
+    sums, load = loss.sums(model, micro, index_loss=t.index_loss, how=t.rollout, teacher=teacher)
     targets, tokens = (jnp.maximum(n, 1.0) for n in counts)
     total = t.index_loss_weight * sums.index / tokens
     if t.index_loss != "warmup":
       total = total + sums.nll / targets + t.balance_loss * sums.balance / tokens
     return total, (sums, load)
 
-  def gradient(params, batch):
+  def gradient(params, batch, teacher=None):
     counts = everywhere(loss.Counts.of(batch))
     chosen = trained(config, params)
 
     def micro(one):
-      grads, (sums, load) = jax.grad(micro_loss, has_aux=True)(chosen, params, one, counts)
+      grads, (sums, load) = jax.grad(micro_loss, has_aux=True)(chosen, params, one, counts, teacher)
       return jax.tree.map(lambda g: g.astype(jnp.float32), grads), sums, load
 
     first = jax.tree.map(lambda a: a[0], batch)
@@ -320,7 +320,7 @@ def _moved_biases(
 
 def make_step(
     graphdef: nnx.GraphDef, config: Config, mesh: Mesh | None = None
-) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
+) -> Callable[..., tuple[TrainState, Metrics]]:
   """The compiled step. It donates its state: the one passed in must not be used again.
 
   Updates are added in f32 and rounded to the parameters' dtype. Router biases move after it, by
@@ -332,7 +332,7 @@ def make_step(
     mesh: of the state and the batch; None for one device.
 
   Returns:
-    A jitted function of state and batch [G, B, T].
+    A jitted function of state, batch [G, B, T] and, for distillation, the teacher's model.
 
   Raises:
     ValueError: the optimiser refuses the configuration.
@@ -346,8 +346,8 @@ def make_step(
   def apply(param, update):
     return (param.astype(f32) + update.astype(f32)).astype(param.dtype)
 
-  def step(state, batch):
-    grads, sums, counts, load = gradient(state.params, batch)
+  def step(state, batch, *teacher):
+    grads, sums, counts, load = gradient(state.params, batch, *teacher)
     chosen = trained(config, state.params)
     updates, opt_state = transform.update(grads, state.opt_state, chosen)
     params = nnx.merge_state(state.params, jax.tree.map(apply, chosen, updates))

@@ -6,9 +6,10 @@ dropped has an encoder segment as well: it replays the W rows before the hit, wh
 and goes on from there; of the first pass it reads the entries before the hit. Nothing else runs.
 """
 
+import bisect
 import dataclasses
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Float32, Int32
@@ -93,6 +94,36 @@ def row_counts(turns: Sequence[Turn], window: int) -> tuple[int, int]:
   return turns[-1].end + replayed, sum(turn.end - max(0, turn.prompt - window) for turn in turns)
 
 
+def most_rows(
+    turns: Sequence[Turn], replay: ReplayConfig, *, window: int, multiple: int
+) -> tuple[int, int]:
+  """`row_counts` with the hits, of all that `drawn` can give, that need most."""
+  if replay.encoder and replay.hits == "uniform":
+    nearest = (window // multiple + 1) * multiple
+    turns = [turn._replace(hit=nearest if nearest <= turn.prompt else 0) for turn in turns]
+  elif replay.encoder:
+    always = dataclasses.replace(replay, encoder=1.0)
+    turns = drawn(turns, always, window=window, multiple=multiple, seed=(0,))
+  return row_counts(turns, window)
+
+
+def cut(
+    example: Example, replay: ReplayConfig, *, window: int, multiple: int, seq_len: int
+) -> Example:
+  """The longest beginning whose rows fit in a line in every epoch; it may have no response."""
+
+  def fits(n: int) -> bool:
+    turns = turns_of(Example(example.tokens[:n], example.loss[:n]))
+    if not turns:
+      return True
+    rows, below = most_rows(turns, replay, window=window, multiple=multiple)
+    return rows <= seq_len and below <= replay.decoder_len
+
+  # More tokens never need fewer rows.
+  n = bisect.bisect_left(range(1, len(example.tokens) + 1), True, key=lambda n: not fits(n))
+  return Example(example.tokens[:n], example.loss[:n])
+
+
 def _segment(start: int, stop: int, floor: int, number: int, writes: int, reads: Reads) -> Rows:
   positions = np.arange(start, stop, dtype=np.int32)
   same = lambda value: np.full_like(positions, value)
@@ -157,7 +188,8 @@ class Views:
     turns: of every example, with the hits that it had; nothing is drawn then.
 
   Raises:
-    ValueError: with `replay`, an example without a response.
+    ValueError: with `replay`, an example without a response; `turns` with hits if it replays no
+      encoder rows.
   """
 
   def __init__(
@@ -172,6 +204,8 @@ class Views:
       for i, turns in enumerate(self._turns):
         if not turns:
           raise ValueError(f"example {i}: no token carries loss; a turn needs a response")
+        if not replay.encoder and any(turn.hit for turn in turns):
+          raise ValueError(f"example {i}: a turn has a hit; replay.encoder is 0, expected above 0")
 
   def turns(self, i: int, epoch: int = 0) -> list[Turn]:
     """Of example i, with hits."""
@@ -190,16 +224,9 @@ class Views:
 
   def most(self, i: int) -> tuple[int, ...]:
     """`counts` of the epoch that needs most."""
-    if self.replay is None or not self.replay.encoder or not self._drawn:
+    if self.replay is None or not self._drawn:
       return self.counts(i)
-    always = dataclasses.replace(self.replay, encoder=1.0)
-    turns, m = self._turns[i], self.multiple
-    if always.hits == "uniform":
-      nearest = (self.window // m + 1) * m
-      turns = [t._replace(hit=nearest if nearest <= t.prompt // m * m else 0) for t in turns]
-    else:
-      turns = drawn(turns, always, window=self.window, multiple=m, seed=(0,))
-    return row_counts(turns, self.window)
+    return most_rows(self._turns[i], self.replay, window=self.window, multiple=self.multiple)
 
   def lines(self, i: int, epoch: int = 0) -> Lines:
     """Rows of example i."""
@@ -207,33 +234,67 @@ class Views:
       return exact_lines(self.examples[i])
     return replayed_lines(self.examples[i], self.turns(i, epoch), self.window)
 
+  def picture(self, i: int, epoch: int = 0) -> str:
+    """Of example i."""
+    turns = None if self.replay is None else self.turns(i, epoch)
+    return picture(self.examples[i], turns, self.window)
 
-def picture(example: Example, turns: Sequence[Turn], window: int, width: int = 96) -> str:
+
+def picture(example: Example, turns: Sequence[Turn] | None, window: int, width: int = 96) -> str:
   """Segments of a conversation against its tokens, one line each.
 
   `p` prompt, `R` response, `w` replayed without writing entries, `.` not run.
+
+  Args:
+    example: the conversation.
+    turns: its turns; None where both stacks run every token.
+    window: W.
+    width: most characters for the tokens.
   """
-  total = turns[-1].end
+  total = len(example.tokens) if turns is None else turns[-1].end
   scale = max(1, -(-total // width))
-  roles = np.where(example.loss[:total], "R", "p")
-
-  def line(name, start, writes):
+  segments = [("both stacks" if turns is None else "encoder", 0, 0, total)]
+  for number, (prompt, end, hit) in enumerate(turns or (), 1):
+    if hit:
+      name = f"encoder, turn {number}, hit {hit}"
+      segments.append((name, max(0, hit - window), hit, end))
+    start = max(0, prompt - window)
+    segments.append((f"decoder, turn {number}", start, start, end))
+  found = [f"{total} tokens, {scale} a column; W = {window}"]
+  for name, start, writes, stop in segments:
     marks = np.full(total, ".")
-    stop = turns[number - 1].end if number else total
-    marks[start:stop] = roles[start:stop]
+    marks[start:stop] = np.where(example.loss, "R", "p")[start:stop]
     marks[start:writes] = "w"
-    # A column shows the rarest of its tokens' roles.
-    rank = "wRp."
-    columns = [marks[i : i + scale] for i in range(0, total, scale)]
-    shown = "".join(min(column, key=rank.index) for column in columns)
-    return f"{name:<24} {shown}  {stop - start} rows"
-
-  number = 0
-  found = [f"{total} tokens, {scale} a column; W = {window}", line("encoder", 0, 0)]
-  for number, turn in enumerate(turns, 1):
-    if turn.hit:
-      name = f"encoder, turn {number}, hit {turn.hit}"
-      found.append(line(name, turn.hit - window, turn.hit))
-    start = max(0, turn.prompt - window)
-    found.append(line(f"decoder, turn {number}", start, start))
+    # A column shows the first of these that it has.
+    columns = [min(marks[i : i + scale], key="wRp.".index) for i in range(0, total, scale)]
+    found.append(f"{name:<24} {''.join(columns)}  {stop - start} rows")
   return "\n".join(found)
+
+
+def overview(views: Views, ids: Sequence[int], seq_len: int) -> tuple[str, dict[str, Any]]:
+  """What a packed line holds in epoch 0.
+
+  Args:
+    views: rows of the examples.
+    ids: examples of the line.
+    seq_len: rows of a line of the encoder.
+
+  Returns:
+    Pictures of the examples, and counts: `examples`, and the rows of each role and of padding in
+    `encoder` and `decoder`.
+  """
+  encoder, decoder = {"prompt": 0, "response": 0, "replayed": 0}, {"prompt": 0, "response": 0}
+  for i in ids:
+    lines = views.lines(i)
+    answers, writes = views.examples[i].loss[lines.source], lines.rows.writes
+    below = answers if lines.decoder is None else answers[lines.decoder.source]
+    for stack, roles in (
+        (encoder, (writes & ~answers, writes & answers, ~writes)), (decoder, (~below, below))
+    ):  # fmt: skip
+      for role, rows in zip(stack, roles):
+        stack[role] += int(np.count_nonzero(rows))
+  replay = views.replay
+  for stack, rows in (encoder, seq_len), (decoder, replay.decoder_len if replay else seq_len):
+    stack["padding"] = rows - sum(stack.values())
+  counts = {"examples": len(ids), "encoder": encoder, "decoder": decoder}
+  return "\n\n".join(views.picture(i) for i in ids), counts

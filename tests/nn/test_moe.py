@@ -170,7 +170,7 @@ def test_padding_reaches_no_expert_and_balance_trains_the_router_alone(golden_co
   @jax.jit
   def run(moe, x):
     def total(moe):
-      out, load = moe(x, valid)
+      out, load, _ = moe(x, valid)
       return jnp.sum(jnp.where(valid[..., None], jnp.sin(out), 0.0)), load.load
 
     return jax.value_and_grad(total, has_aux=True)(moe), jax.grad(lambda m: m(x, valid)[1].loss)(
