@@ -1,15 +1,17 @@
-"""Post-training of the byte-level model on exact rows: what the two replay stages stand beside.
+"""Post-training of the byte-level model on exact rows: what the stages with replay stand beside.
 
-Source: the model of `configs/tiny.py` with a window of 16, which nine of ten prompts are longer
-than, on lines of 512 tokens. As in the report's post-training the candidate pool is on and entries
-are rounded to their cache formats, those of the main KV to FP4.
+Source: the model of `configs/tiny.py` with a window of 16, shorter than nine of ten prompts, and
+lines of 512 tokens, which hold a whole conversation of several turns. As in the report's
+post-training the candidate pool is on and the main KV is rounded to FP4 (index keys and window
+entries to their formats as well).
 
 Command: `scripts/finetune.py --config=configs/sft.py --workdir=runs/sft`;
 `--config.train.init=RUN` begins from a checkpoint of the same model.
 
-Cost: that of `configs/tiny.py`, about: a step reads 1,024 tokens too.
+Cost: two lines a step, 1,024 rows in both stacks; an epoch of the shipped conversations is 178
+lines. Compiling the step is most of a short run.
 
-Expected: not run to its end yet, so no loss is given.
+Expected: not run to its end yet, so neither time nor loss is given.
 """
 
 import importlib.util

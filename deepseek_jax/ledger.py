@@ -315,20 +315,22 @@ class Ledger:
     lookups = lookup_flops(self.layers, self.config, context - 1, context)
     return self._linear(1, 1) | lookups
 
-  def prefill_flops(self, tokens: int, arm: str = "B") -> dict[str, float]:
+  def prefill_flops(self, tokens: int, arm: str = "B", response: int = 0) -> dict[str, float]:
     """FLOPs of a prompt, by part; see `weigh`. The head runs on the last row.
 
     Args:
-      tokens: length of the prompt.
+      tokens: length of the prompt, and of the response if it is read along with it, as in training.
       arm: "A": all layers over all rows. "B": the encoder and the decoder's source projections
         over all rows, decoder layers over the last W with their window floor (spec 6, 17).
+      response: tokens of it; the decoder's W rows come before them.
 
     Raises:
-      ValueError: `tokens` is below 1, or an arm of another name.
+      ValueError: `tokens` is below 1, an arm of another name, a response that is no part of it.
     """
     require(tokens >= 1, "tokens", tokens, "at least 1")
     require(arm in ("A", "B"), "arm", arm, "'A' or 'B'")
-    first = max(0, tokens - self.schedule.window) if arm == "B" else 0
+    require(0 <= response < tokens, "response", response, f"within 0..{tokens - 1}")
+    first = max(0, tokens - response - self.schedule.window) if arm == "B" else 0
     start = self.schedule.decoder_start
     encoder = lookup_flops(self.layers[:start], self.config, 0, tokens)
     decoder = lookup_flops(self.layers[start:], self.config, first, tokens, floor=first)

@@ -254,3 +254,23 @@ def test_the_picture_of_a_conversation():
       "encoder, turn 3, hit 14  ..........wwwwppppppRRRRR  15 rows",
       "decoder, turn 3          ................ppppRRRRR  9 rows",
   ]
+
+
+def test_an_overview_counts_the_rows_of_a_line():
+  examples = [conversation([(6, 3), (2, 2), (7, 5)], tail=2), conversation([(2, 1)])]
+  told = [[Turn(6, 9), Turn(11, 13), Turn(20, 25, 14)], [Turn(2, 3)]]
+  views = Views(examples, replay=ReplayConfig(30, 1.0), window=W, multiple=M, turns=told)
+  shown, counts = turns.overview(views, [1, 0], 60)
+  assert shown == f"{views.picture(1)}\n\n{views.picture(0)}"
+  assert counts == {
+      "examples": 2,
+      "encoder": {"prompt": 15 + 6 + 2, "response": 10 + 5 + 1, "replayed": 4, "padding": 17},
+      "decoder": {"prompt": 4 + 2 + 4 + 2, "response": 3 + 4 + 5 + 1, "padding": 5},
+  }
+  shown, counts = turns.overview(Views(examples, window=W), [1], 10)
+  assert shown == "3 tokens, 1 a column; W = 4\nboth stacks              ppR  3 rows"
+  assert counts == {
+      "examples": 1,
+      "encoder": {"prompt": 2, "response": 1, "replayed": 0, "padding": 7},
+      "decoder": {"prompt": 2, "response": 1, "padding": 7},
+  }
