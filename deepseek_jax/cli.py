@@ -31,9 +31,9 @@ _OPTIONAL = tuple(field.name for field in dataclasses.fields(Config) if field.de
 class ConfigFlag:
   """`--config` with its `--config.section.field=value`; `value` is there once `run` has parsed."""
 
-  def __init__(self):
+  def __init__(self, default: str | None = None):
     self._path = flags.DEFINE_string(
-        "config", None,
+        "config", default and str(_CONFIGS / default),
         "configs/NAME.py, configs/NAME.py:ARGUMENT or a released config.json;"
         " --config.section.field=value overrides a field.",
     )  # fmt: skip
@@ -55,11 +55,11 @@ class ConfigFlag:
 _config_flag: ConfigFlag | None = None
 
 
-def config_flag() -> ConfigFlag:
-  """Defines `--config` for this program."""
+def config_flag(default: str | None = None) -> ConfigFlag:
+  """Defines `--config` for this program; `default` is a file in configs/."""
   global _config_flag
   if _config_flag is None:
-    _config_flag = ConfigFlag()
+    _config_flag = ConfigFlag(default)
   return _config_flag
 
 

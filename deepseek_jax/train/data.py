@@ -93,7 +93,8 @@ def split(
 
 
 # What the counts of an example are of, and the field that bounds them.
-_COUNTS = ("tokens", "seq_len"), ("rows of the decoder", "replay.decoder_len")
+_TOKENS = (("tokens", "seq_len"),)
+_ROWS = ("rows of the encoder", "seq_len"), ("rows of the decoder", "replay.decoder_len")
 
 
 def pack(
@@ -135,7 +136,8 @@ def pack(
 
 def check_fits(i: int, counts: tuple[int, ...], capacity: tuple[int, ...]) -> None:
   """Raises a ValueError that names example i if it is empty or too long for a row."""
-  for count, most, (what, field) in zip(counts, capacity, _COUNTS):
+  names = _TOKENS if len(capacity) == 1 else _ROWS
+  for count, most, (what, field) in zip(counts, capacity, names):
     if not 0 < count <= most:
       raise ValueError(f"example {i}: {count} {what}, allowed are 1 to {most} ({field})")
 
@@ -258,7 +260,8 @@ class Pipeline(grain.IterDataset):
     for name, (value, least) in sizes.items():
       if value < least:
         raise ValueError(f"{name}: {value}, expected {least} or more")
-    kind = f"{seq_len} {seed}" + ("" if views.replay is None else f" {views.replay}")
+    replay = "" if views.replay is None else f" {views.replay} {views.window} {views.multiple}"
+    kind = f"{seq_len} {seed}{replay}"
     digest = hashlib.sha256(kind.encode())
     capacity = (seq_len,) if views.replay is None else (seq_len, views.replay.decoder_len)
     for i, example in enumerate(examples):

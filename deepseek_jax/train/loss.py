@@ -63,7 +63,8 @@ def token_losses(
       picked = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
       return weights * (jax.nn.logsumexp(logits, axis=-1) - picked)
     if how.objective == "distill":
-      ours, other = (jax.nn.log_softmax(x) for x in (logits, teacher.model.logits(theirs)))
+      taught = jax.lax.stop_gradient(teacher.model.logits(theirs))
+      ours, other = (jax.nn.log_softmax(x) for x in (logits, taught))
       return weights * jnp.sum(jnp.exp(ours) * (ours - other), axis=-1)
     logits = logits / how.temperature
     picked = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
@@ -86,7 +87,7 @@ def _taught(teacher: Transformer, batch: Batch) -> Teacher:
   hidden = teacher(batch.tokens, rows, batch.ngrams).hidden
   at = (batch.rows if batch.decoder is None else batch.decoder.rows).positions
   hidden = jnp.take_along_axis(hidden, at[..., None], axis=1, mode="clip")
-  return Teacher(teacher, jax.lax.stop_gradient(hidden))
+  return Teacher(teacher, hidden)
 
 
 def sums(

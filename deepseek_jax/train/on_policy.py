@@ -120,7 +120,7 @@ class OnPolicy:
     if state["data"] != self._digest:
       raise ValueError(
           f"iterator state: data {state['data']} is not {self._digest} of this run; it must have"
-          " the same rollout configuration and prompts"
+          " the same rollout configuration, seed, lines and prompts"
       )
     self._step, self._rollout, self._batches = state["step"], None, None
     if "rollout" in state:
@@ -129,7 +129,8 @@ class OnPolicy:
 
   @functools.cached_property
   def _digest(self) -> str:
-    digest = hashlib.sha256(f"{self._how} {self._config.train.replay}".encode())
+    t = self._config.train
+    digest = hashlib.sha256(f"{t.rollout} {t.replay} {t.seed} {self._lines}".encode())
     for prompt in self._prompts or ():
       digest.update(prompt.tokens.tobytes())
     return digest.hexdigest()[:16]
@@ -138,7 +139,8 @@ class OnPolicy:
     """Of rollout `number`: every group answers one prompt."""
     rng = np.random.Generator(np.random.PCG64([self._config.train.seed, number]))
     how, found = self._how, []
-    for i in range(self._lines // how.group):
+    groups = self._lines // how.group
+    for i in range(number * groups, (number + 1) * groups):
       if self._prompts is not None:
         prompt = self._prompts[int(rng.integers(len(self._prompts)))]
       else:

@@ -87,7 +87,7 @@ def data_prompts(examples: Sequence[Example], prompt_len: int) -> list[Prompt]:
 
 def exact_match(response: str, answer: str) -> float:
   """1 for the answer and nothing else."""
-  return float(response.strip() == answer)
+  return float(response == answer)
 
 
 def length_penalty(rollout: RolloutConfig, length: int, effort: int | None) -> float:

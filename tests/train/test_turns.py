@@ -7,7 +7,7 @@ import chex
 import jax
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deepseek_jax.config import ReplayConfig
@@ -21,6 +21,8 @@ W, M = 4, 2
 
 SPANS = st.lists(st.tuples(st.integers(1, 13), st.integers(1, 6)), min_size=1, max_size=4)
 TALKS = st.builds(conversation, SPANS, st.integers(0, 3), st.integers(0, 99))
+SHORT = st.builds(conversation, SPANS.map(lambda spans: spans[:2]))
+PATIENT = settings(deadline=None)
 HITS = st.sampled_from(["turn", "uniform"])
 
 
@@ -51,6 +53,7 @@ def draws(example, replay, count=400, window=W, multiple=M):
 
 class TestDrawn:
 
+  @PATIENT
   @given(SPANS, st.integers(0, 3))
   def test_turns_are_the_runs_of_tokens_with_loss(self, spans, tail):
     ends = np.cumsum(spans)
@@ -58,6 +61,7 @@ class TestDrawn:
     assert turns.turns_of(conversation(spans, tail)) == told
     assert turns.turns_of(Example(np.zeros(3, np.int32), np.zeros(3, bool))) == []
 
+  @PATIENT
   @given(TALKS, HITS, st.integers(1, 9), st.integers(1, 4), st.sampled_from([0.0, 0.4, 1.0]))
   def test_hits_are_whole_groups_behind_the_window(self, example, kind, window, multiple, q):
     told, replay = turns.turns_of(example), ReplayConfig(1, q, kind)
@@ -151,6 +155,7 @@ def entries_read(rows, reads, ratio):
 
 class TestLines:
 
+  @PATIENT
   @given(st.data(), TALKS, HITS, st.integers(1, 9), st.integers(1, 4))
   def test_rows_are_those_of_the_specification(self, draw, example, kind, window, multiple):
     told = with_hits(draw, example, kind, window, multiple)
@@ -191,12 +196,14 @@ class TestLines:
       for base, first in zip(reads.base, reads.first):
         assert not base or at[int(base), 0] == first
 
+  @PATIENT
   @given(st.data(), TALKS, HITS, st.integers(1, 9), st.integers(1, 4))
   def test_counts_are_what_is_made(self, draw, example, kind, window, multiple):
     told = with_hits(draw, example, kind, window, multiple)
     lines = turns.replayed_lines(example, told, window)
     assert turns.row_counts(told, window) == (len(lines.source), len(lines.targets))
 
+  @PATIENT
   @given(st.data(), TALKS, HITS, st.integers(1, 9))
   def test_every_response_token_is_predicted_once_in_its_own_turn(
       self, draw, example, kind, window
@@ -213,7 +220,8 @@ class TestLines:
       mine = rows.segments[carries] == number
       assert predicted[mine].tolist() == list(range(turn.prompt, turn.end))
 
-  @given(st.data(), TALKS, HITS)
+  @PATIENT
+  @given(st.data(), SHORT, HITS)
   def test_the_costliest_hits_are_counted(self, draw, example, kind):
     window, q = draw.draw(st.integers(1, 9)), draw.draw(st.sampled_from([0.0, 0.01, 1.0]))
     views = Views([example], replay=ReplayConfig(1, q, kind), window=window, multiple=M)
@@ -225,6 +233,7 @@ class TestLines:
     every = [turns.row_counts(found, window) for found in itertools.product(*most)]
     assert views.most(0) == tuple(np.max(every, axis=0))
 
+  @PATIENT
   @given(st.data(), TALKS, HITS, st.integers(1, 60), st.integers(9, 30))
   def test_a_cut_conversation_is_the_longest_that_always_fits(
       self, draw, example, kind, rows, below
