@@ -10,7 +10,7 @@ FINETUNE_READY := $(VENV)/.finetune-ready
 NOTEBOOKS_READY := $(VENV)/.notebooks-ready
 TEST_READY := $(VENV)/.test-ready
 
-.PHONY: finetune test test-fast tpu-compile notebooks lint format clean
+.PHONY: finetune test test-fast tpu-compile notebooks experiment-quick lint format clean
 
 finetune: $(FINETUNE_READY)
 	$(BIN)/python scripts/finetune.py --config=configs/tiny.py --workdir=runs/finetune \
@@ -25,6 +25,11 @@ test-fast: $(TEST_READY)
 # Executed in kernels and left as they are. The suite's options are for its own modules.
 notebooks: $(NOTEBOOKS_READY)
 	$(BIN)/python -m pytest -o addopts= -p no:cacheprovider --nbmake --nbmake-timeout=300 notebooks
+
+# The small form of docs/replay_experiment.md; fails if what is trained is not what is served.
+experiment-quick: $(TEST_READY)
+	rm -rf runs/replay_quick
+	$(BIN)/python scripts/experiment_replay.py --quick --json
 
 # Compiles a step for a TPU slice, without a TPU:
 #   make tpu-compile TOPOLOGY=v6e:16x16 MODE=decode CONFIG=configs/flash.py

@@ -164,26 +164,25 @@ def train(
   return state.params
 
 
+@functools.lru_cache(maxsize=8)
+def _flops(config: Config, phase: Phase, training: str) -> float:
+  """Of a step by the compiler's count. Loops would be counted once, so there are none."""
+  one = config_of(config, phase, replay_of(training, config, phase))
+  compute = dataclasses.replace(
+      one.compute, scan_layers=False, row_chunk=one.train.seq_len, remat="none"
+  )
+  one = dataclasses.replace(one, compute=compute)
+  train_step = step.make_step(step.abstract_model(one)[0], one)
+  lowered = train_step.lower(step.abstract_state(one), batch_of((0,), phase, one))
+  return lowered.compile().cost_analysis()["flops"]
+
+
 def equal_steps(config: Config, phase: Phase, training: str) -> int:
-  """Steps that take the FLOPs of `phase.steps` exact ones, by the compiler's count."""
+  """Steps that take the FLOPs of `phase.steps` exact ones."""
   if training == "exact":
     return phase.steps
-
-  @functools.cache
-  def flops(training):
-    one = config_of(config, phase, replay_of(training, config, phase))
-    # Loops would be counted once.
-    compute = dataclasses.replace(
-        one.compute, scan_layers=False, row_chunk=one.train.seq_len, remat="none"
-    )
-    one = dataclasses.replace(one, compute=compute)
-    batch = batch_of((0,), phase, one)
-    lowered = step.make_step(step.abstract_model(one)[0], one).lower(
-        step.abstract_state(one), batch
-    )
-    return lowered.compile().cost_analysis()["flops"]
-
-  return round(phase.steps * flops("exact") / flops(training))
+  ratio = _flops(config, phase, "exact") / _flops(config, phase, training)
+  return round(phase.steps * ratio)
 
 
 def served(
