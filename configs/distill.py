@@ -1,4 +1,4 @@
-"""On-policy distillation: responses written behind replays, corrected by what exact rows make of them.
+"""On-policy distillation: responses written behind replays, taught by what exact rows make of them.
 
 Source: report 4, on-policy distillation over the whole vocabulary. Teacher and student are the same
 checkpoint at first. The teacher reads every row in both stacks, so the loss of the first step is

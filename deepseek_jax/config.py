@@ -198,6 +198,9 @@ class RolloutConfig:
     require(levels, "train.rollout.efforts", self.efforts, "levels within 1..100")
     if self.objective == "distill":
       require(self.teacher, "train.rollout.teacher", self.teacher, "the workdir of a checkpoint")
+      plain = not self.efforts and not self.penalty
+      told = (self.efforts, self.penalty)
+      require(plain, "train.rollout.efforts, penalty", told, "() and 0 where nothing is rewarded")
     else:
       require(self.prompts != "data", "train.rollout.prompts", "data", "a task with a reward")
       require(self.group > 1, "train.rollout.group", self.group, "at least 2, for a baseline")

@@ -30,6 +30,8 @@ def main() -> dict | None:
     from deepseek_jax.train import loop, turns
 
     config = _CONFIG.value
+    if config.train is not None and config.train.rollout is not None:
+      raise ValueError("--rows shows rows of conversations; train.rollout writes its own")
     source = loop.load_data(config)
     ids = source.pipeline.epoch(0)[0]
     picture, counts = turns.overview(source.views, ids, config.train.seq_len)

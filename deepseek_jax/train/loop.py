@@ -18,6 +18,7 @@ from deepseek_jax import distributed, sharding
 from deepseek_jax import tokenizer as tok
 from deepseek_jax.checkpoint.training import Checkpoints, check_config
 from deepseek_jax.config import Config
+from deepseek_jax.nn.transformer import Transformer
 from deepseek_jax.schedule import Schedule
 from deepseek_jax.serve import generate
 from deepseek_jax.serve.sampling import Sampling
@@ -30,18 +31,14 @@ from deepseek_jax.train.turns import Views
 class Data(NamedTuple):
   """Tokenizer, rows and batches of the training side, and packed evaluation batches [B, T].
 
-  A task has neither rows nor evaluation.
+  A task has neither rows nor evaluation; distillation has a teacher.
   """
 
   tokenizer: tok.Tokenizer
   views: Views | None
   pipeline: data.Pipeline | OnPolicy
   held_out: list[data.Batch]
-
-
-def _check_trains(config: Config) -> None:
-  if config.train is None:
-    raise ValueError("train is None; a training run needs a train section")
+  teacher: tuple[Transformer, ...] = ()
 
 
 def load_data(config: Config) -> Data:
@@ -52,7 +49,8 @@ def load_data(config: Config) -> Data:
       empty side of the split.
     OSError: `data.source` cannot be read.
   """
-  _check_trains(config)
+  if config.train is None:
+    raise ValueError("train is None; a training run needs a train section")
   d, t, m = config.data, config.train, config.model
   tokenizer = tok.from_name(d.tokenizer)
   if m.vocab_size < tokenizer.vocab_size:
@@ -69,7 +67,7 @@ def load_data(config: Config) -> Data:
     )
   written = functools.partial(OnPolicy, config, tokenizer, step.abstract_model(config)[0])
   if t.rollout is not None and t.rollout.prompts != "data":
-    return Data(tokenizer, None, written(), [])
+    return Data(tokenizer, None, written(), [], load_teacher(config))
   found = (
       conversations.chatterbot_conversations()
       if d.source == "chatterbot"
@@ -93,7 +91,7 @@ def load_data(config: Config) -> Data:
   batches = [collate(rows) for rows in _batches(held_out, config)]
   if t.rollout is not None:
     pipeline = written(training.examples)
-  return Data(tokenizer, training, pipeline, batches)
+  return Data(tokenizer, training, pipeline, batches, load_teacher(config))
 
 
 def _batches(views: Views, config: Config) -> list[list[list[int]]]:
@@ -233,7 +231,8 @@ def run(
       `resume` without a checkpoint, or with none that is whole; unfit data.
     FloatingPointError: a loss that is not finite; checkpoints before it are kept.
   """
-  _check_trains(config)
+  if config.train is None:
+    raise ValueError("train is None; a training run needs a train section")
   workdir = pathlib.Path(workdir)
   # Before anything that waits for all: hosts that differ would hang, or train apart.
   distributed.agree("configuration", _digest(f"{resume} {config.to_json()}"))
@@ -288,7 +287,7 @@ class _Training:
     self._graphdef, _ = step.abstract_model(config)
     self._evaluate = step.make_eval(self._graphdef, config, mesh)
     self._held_out = [_placed(batch, mesh) for batch in source.held_out]
-    self._teacher = load_teacher(config)
+    self._teacher = source.teacher
     self._compile_seconds: float | None = None
     self._speeds: list[float] = []
     self.done = 0
