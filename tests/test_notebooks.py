@@ -31,7 +31,7 @@ def sources(notebook, kind):
 
 
 def test_notebooks_by_number():
-  assert [path.name[:2] for path in NOTEBOOKS] == ["1_", "2_", "3_", "5_"]
+  assert [path.name[:2] for path in NOTEBOOKS] == ["1_", "2_", "3_", "4_", "5_", "6_"]
 
 
 @pytest.fixture(params=NOTEBOOKS, ids=lambda path: path.stem)
