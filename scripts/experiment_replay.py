@@ -10,6 +10,7 @@ simulation of training equals serving and that the model has learned, and takes 
 """
 
 import dataclasses
+import functools
 import json
 import pathlib
 import sys
@@ -39,19 +40,32 @@ def _plans():
       measures=(Measure("buried", Task(128, 8), (4, 16)),),
       prompts=128,
       seeds=1,
+      text_steps=0,
+      text_documents=0,
+      text_seeds=0,
   )  # fmt: skip
   full = Plan(
       teach=(
-          Phase(150, 8, 256, 16, 48, facts=6, questions=16),
-          Phase(150, 4, 1280, 64, 1024, facts=24, questions=24),
+          Phase(200, 8, 256, 16, 48, facts=6, questions=16, gaps=(2, 48)),
+          Phase(300, 8, 256, 24, 128, facts=8, questions=16, gaps=(2, 64), learning_rate=5e-3),
+          Phase(
+              150, 4, 1280, 64, 1024, facts=24, questions=24, gaps=(2, 64), learning_rate=5e-3
+          ),
       ),
-      tune=Phase(60, 2, 1152, 1024, 1024, questions=12, distances=(2, 24), learning_rate=3e-3),
+      tune=Phase(
+          60, 2, 1152, 1024, 1024, questions=12, distances=(2, 8), gaps=(2, 64),
+          learning_rate=2e-3,
+      ),
       measures=(
           Measure("buried", Task(1024, 32), (2, 8, 16, 48)),
-          Measure("recent", Task(1024, 8, farthest=112), (2, 8)),
+          Measure("recent", Task(1024, 8, farthest=48), (2, 8)),
+          Measure("register", Task(256, gaps=(2, 64)), (1, 8), questions=1),
       ),
       prompts=512,
       seeds=3,
+      text_steps=600,
+      text_documents=192,
+      text_seeds=3,
   )  # fmt: skip
   return quick if _QUICK.value else full
 
@@ -78,34 +92,79 @@ class _Progress:
     return tell
 
 
+def _kept(path, like, make):
+  """Parameters of a file, made and kept there if it does not exist."""
+  from deepseek_jax.eval import replay_experiment as experiment
+
+  if path.exists():
+    return experiment.load(path, like)
+  params = make()
+  experiment.save(path, params)
+  return params
+
+
 def _learn(plan, config, seed, workdir, say):
-  """The parameters of every training of one seed, from files where they are there."""
+  """The parameters of every training of one seed."""
   from deepseek_jax.eval import replay_experiment as experiment
   from deepseek_jax.train import step
 
   like, params = step.abstract_model(config)[1], None
+
+  def go(name, phase, data_seed, params, replay=None):
+    one = experiment.config_of(config, phase, replay)
+    batch = lambda n: experiment.batch_of((seed, data_seed, n), phase, one)
+    return experiment.train(one, batch, params, say.phase(f"seed {seed}, {name}", phase.steps))
+
   for number, phase in enumerate(plan.teach):
-    path = workdir / f"seed{seed}_taught{number}.npz"
-    if path.exists():
-      params = experiment.load(path, like)
-      continue
-    tell = say.phase(f"seed {seed}, phase {number}", phase.steps)
-    one = experiment.config_of(config, phase)
-    params = experiment.train(one, phase, params, (seed, number), tell)
-    experiment.save(path, params)
+    make = functools.partial(go, f"phase {number}", phase, number, params)
+    params = _kept(workdir / f"seed{seed}_taught{number}.npz", like, make)
   found = {}
   for training in experiment.TRAININGS:
-    path = workdir / f"seed{seed}_{training}.npz"
-    if path.exists():
-      found[training] = experiment.load(path, like)
-      continue
-    replay = experiment.replay_of(training, config, plan.tune)
-    steps = experiment.equal_steps(config, plan.tune, training)
-    phase = dataclasses.replace(plan.tune, steps=steps)
-    tell = say.phase(f"seed {seed}, {training}", steps)
-    one = experiment.config_of(config, phase, replay)
-    found[training] = experiment.train(one, phase, params, (seed, 100), tell)
-    experiment.save(path, found[training])
+
+    def tune(training=training):
+      steps = experiment.equal_steps(config, plan.tune, training)
+      phase = dataclasses.replace(plan.tune, steps=steps)
+      replay = experiment.replay_of(training, config, plan.tune)
+      return go(training, phase, 100, params, replay)
+
+    found[training] = _kept(workdir / f"seed{seed}_{training}.npz", like, tune)
+  return found
+
+
+def _text(plan, config, seed, workdir, say) -> dict:
+  """Costs in nats a byte of every training on text, of one seed."""
+  from flax import nnx
+
+  from deepseek_jax.eval import replay_experiment as experiment
+  from deepseek_jax.eval import replay_text as text
+  from deepseek_jax.train import step
+
+  model = dataclasses.replace(config.model, vocab_size=264)
+  config = dataclasses.replace(config, model=model)
+  graphdef, like = step.abstract_model(config)
+  whole, pieces = text.Pieces(512, 0, 0), text.Pieces(512, 6, 32)
+
+  def go(name, pieces, steps, rate, data_seed, params, replay=None):
+    one = text.config_of(config, pieces, steps=steps, lines=4, learning_rate=rate, replay=replay)
+    batch = lambda n: text.batch_of((seed, data_seed, n), pieces, one)
+    return experiment.train(one, batch, params, say.phase(f"text, seed {seed}, {name}", steps))
+
+  make = functools.partial(go, "taught", whole, plan.text_steps, 1e-2, 0, None)
+  base, found = _kept(workdir / f"text{seed}_taught.npz", like, make), {}
+  for training in experiment.TRAININGS:
+    replay = text.replay_of(training, pieces, config.model.sliding_window)
+    path = workdir / f"text{seed}_{training}"
+    make = functools.partial(go, training, pieces, plan.text_steps // 5, 3e-3, 1, base, replay)
+    params = _kept(path.with_suffix(".npz"), like, make)
+    if not path.with_suffix(".json").exists():
+      say(f"text, seed {seed}, {training}: serving")
+      held_out = text.documents(
+          experiment.generator(20_000 + seed), pieces, config.model.sliding_window, held_out=True
+      )
+      served = text.costs(nnx.merge(graphdef, params), pieces, held_out, plan.text_documents)
+      means = {arm: float(values.mean()) for arm, values in served.items()}
+      experiment.write_json(path.with_suffix(".json"), means | text.by_distance(served))
+    found[training] = json.loads(path.with_suffix(".json").read_text())
   return found
 
 
@@ -158,9 +217,19 @@ def main() -> dict:
       },
       "seeds": plan.seeds,
       "prompts": plan.prompts,
-      "seconds": round(time.monotonic() - say.began),
   }
-  experiment.write_json(workdir / "results.json", {**result, "settings": measured})
+  texts = [_text(plan, config, seed, workdir, say) for seed in range(plan.text_seeds)]
+  result["text_nats_after_boundary"] = {
+      training: {
+          name: sum(one[training][name]["1"][0] for one in texts) / len(texts)
+          for name in ("B_over_A", "D_over_B")
+      }
+      for training in experiment.TRAININGS
+      if texts
+  }
+  result["seconds"] = round(time.monotonic() - say.began)
+  whole = {**result, "settings": measured, "text": texts}
+  experiment.write_json(workdir / "results.json", whole)
   _plot(pooled, measured, plan, workdir)
   if _QUICK.value:
     learned = pooled["exact"][plan.measures[0].name]["A"]

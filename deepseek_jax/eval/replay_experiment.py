@@ -44,6 +44,8 @@ class Phase:
     distances: tokens of a question, filler before it included.
     learning_rate: constant after `warmup` steps.
     aligned: see `Task`; None for half of the documents each.
+    gaps: of registers, see `Task`; half of the documents hold them instead of facts.
+    register_distances: as `distances`, of documents with registers.
   """
 
   steps: int
@@ -57,6 +59,8 @@ class Phase:
   learning_rate: float = 1e-2
   warmup: int = 20
   aligned: bool | None = True
+  gaps: tuple[int, int] | None = None
+  register_distances: tuple[int, int] = (1, 40)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +71,7 @@ class Measure:
     name: of the setting.
     task: what is buried.
     distances: of the answer after the boundary, in tokens.
-    questions: facts asked of a beginning, at evenly spaced depths.
+    questions: facts asked of a beginning, at evenly spaced depths; 1 for the register.
   """
 
   name: str
@@ -78,13 +82,24 @@ class Measure:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-  """Of the experiment: how it teaches, fine-tunes (in exact steps) and measures."""
+  """Of the experiment: how it teaches, fine-tunes (in exact steps) and measures.
+
+  On text a model is taught `text_steps` and fine-tuned a fifth of these; see `replay_text`.
+  """
 
   teach: tuple[Phase, ...]
   tune: Phase
   measures: tuple[Measure, ...]
   prompts: int
   seeds: int
+  text_steps: int
+  text_documents: int
+  text_seeds: int
+
+
+def generator(*seed: int) -> np.random.Generator:
+  """Of one stream of documents."""
+  return np.random.Generator(np.random.PCG64(list(seed)))
 
 
 def documents(rng: np.random.Generator, phase: Phase) -> Iterator[Example]:
@@ -92,6 +107,12 @@ def documents(rng: np.random.Generator, phase: Phase) -> Iterator[Example]:
   while True:
     n = np.exp(rng.uniform(np.log(phase.shortest), np.log(phase.longest + 1)))
     n = int(n) // 2 * 2
+    if phase.gaps is not None and rng.integers(2):
+      task = Task(n, gaps=(phase.gaps[0], min(phase.gaps[1], n - 1)))
+      most = (phase.length - n) // (phase.register_distances[1] + 1)
+      questions = max(1, min(phase.questions, most))
+      yield retrieval.conversation(rng, task, questions, phase.register_distances)
+      continue
     facts = int(np.clip(n // phase.facts, 1, 32))
     aligned = bool(rng.integers(2)) if phase.aligned is None else phase.aligned
     task = Task(n, facts, aligned)
@@ -101,7 +122,7 @@ def documents(rng: np.random.Generator, phase: Phase) -> Iterator[Example]:
 def batch_of(seed: Sequence[int], phase: Phase, config: Config) -> Batch:
   """The batch of a step [1, lines, ...], of new documents; as many as fit."""
   t, model = config.train, config.model
-  rng = np.random.Generator(np.random.PCG64(list(seed)))
+  rng = generator(*seed)
   stream, examples, used = documents(rng, phase), [], 0
   while used < t.batch_size * t.seq_len:
     examples.append(next(stream))
@@ -122,13 +143,17 @@ def config_of(config: Config, phase: Phase, replay: ReplayConfig | None = None) 
   w, length = config.model.sliding_window, phase.length
   if replay is not None and replay.encoder:
     # The largest replay of a turn comes with the farthest hit, at its own beginning.
-    length += phase.questions * (w + phase.distances[1] + 3)
+    length += phase.questions * (w + _farthest(phase) + 3)
   train = dataclasses.replace(
       config.train, steps=phase.steps, batch_size=phase.lines, seq_len=length, replay=replay,
       learning_rate=phase.learning_rate, schedule="constant",
       warmup_steps=min(phase.warmup, phase.steps),
   )  # fmt: skip
   return dataclasses.replace(config, train=train)
+
+
+def _farthest(phase: Phase) -> int:
+  return max(phase.distances[1], phase.register_distances[1] if phase.gaps else 0)
 
 
 def replay_of(training: str, config: Config, phase: Phase) -> ReplayConfig | None:
@@ -141,16 +166,15 @@ def replay_of(training: str, config: Config, phase: Phase) -> ReplayConfig | Non
 
 
 def train(
-    config: Config, phase: Phase, params: nnx.State | None, seed: Sequence[int],
+    config: Config, batch: Callable[[int], Batch], params: nnx.State | None,
     tell: Callable[[int, float], None],
 ) -> nnx.State:  # fmt: skip
-  """Parameters after a phase; a fresh optimiser each.
+  """Parameters after `config.train.steps` steps; a fresh optimiser each time.
 
   Args:
-    config: of `config_of`.
-    phase: the data.
+    config: of a phase.
+    batch: of a step, from 0.
     params: to go on from; None draws them.
-    seed: of the data.
     tell: called with steps done and the loss.
   """
   graphdef, _ = step.abstract_model(config)
@@ -158,8 +182,8 @@ def train(
   if params is not None:
     state = state._replace(params=jax.tree.map(jnp.array, params))
   train_step = step.make_step(graphdef, config)
-  for number in range(phase.steps):
-    state, metrics = train_step(state, batch_of((*seed, number), phase, config))
+  for number in range(config.train.steps):
+    state, metrics = train_step(state, batch(number))
     tell(number + 1, float(metrics.loss))
   return state.params
 
@@ -200,20 +224,27 @@ def served(
   arms, q = resume.Arms(model), measure.questions
   found: dict[int, dict[str, list]] = {}
   for distance in measure.distances:
-    rng = np.random.Generator(np.random.PCG64([seed, distance]))
+    rng = generator(seed, distance)
     own = found.setdefault(distance, {"answers": [], "depths": []})
     for _ in range(-(-prompts // lines)):
       starts = [retrieval.beginning(rng, measure.task) for _ in range(lines // q)]
       asked = np.linspace(0, measure.task.facts - 1, q).round().astype(int)
+      keys = lambda start, asked=asked: start.keys[asked] if measure.task.facts else [None]
       rests = np.stack([
-          np.stack([retrieval.question(rng, start.keys[fact], distance) for fact in asked])
+          np.stack([retrieval.question(rng, key, distance) for key in keys(start)])
           for start in starts
       ])  # fmt: skip
       logits = arms.logits(np.stack([start.tokens for start in starts]), rests)
       for arm, value in logits.items():
         own.setdefault(arm, []).append(value.reshape(-1, value.shape[-1]))
-      own["answers"].append(np.concatenate([start.values[asked] for start in starts]))
-      own["depths"].append(np.concatenate([start.places[asked] for start in starts]))
+      if measure.task.facts:
+        answers = [start.values[asked] for start in starts]
+        places = [start.places[asked] for start in starts]
+      else:
+        answers = [[start.register] for start in starts]
+        places = [[start.set_at] for start in starts]
+      own["answers"].append(np.concatenate(answers))
+      own["depths"].append(np.concatenate(places))
   return {
       distance: {name: np.concatenate(parts) for name, parts in own.items()}
       for distance, own in found.items()
@@ -228,6 +259,7 @@ def summary(found: dict[str, np.ndarray], depths: int = 4) -> dict[str, Any]:
   at = np.searchsorted(edges, found["depths"], side="right")
   return {
       "n": len(answers),
+      "edges": [float(edge) for edge in edges],
       "accuracy": {arm: resume.accuracy(right[arm]) for arm in resume.ARMS},
       "by_depth": {
           arm: [resume.accuracy(right[arm][at == d]) for d in range(depths)] for arm in resume.ARMS
@@ -243,7 +275,7 @@ def summary(found: dict[str, np.ndarray], depths: int = 4) -> dict[str, Any]:
 
 def simulation_error(model: Transformer, config: Config, task: Task, seed: int = 0) -> float:
   """Largest difference of a turn's logits between training's simulation and arms B and D."""
-  rng = np.random.Generator(np.random.PCG64([seed]))
+  rng = generator(seed)
   w, worst = config.model.sliding_window, 0.0
   start = retrieval.beginning(rng, task)
   ask = retrieval.question(rng, start.keys[0], w // 2)
