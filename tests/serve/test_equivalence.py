@@ -197,7 +197,7 @@ def test_the_error_grows_with_the_format_and_the_path_stays(served, ids, expecte
   model, errors = served.model(), []
   for storage in ("float32", "bfloat16", "fp8_e4m3_e8m0_32", "mxfp4"):
     cache = new_texts(served, CacheFormats(main_kv=storage, index=storage, window_kv=storage))
-    rows = Rows(*(a[:, :1] for a in Rows.single(*ids.shape)))
+    rows = jax.tree.map(lambda a: a[:, :1], Rows.single(*ids.shape))
     read = jax.eval_shape(model.encode, ids[:, :1], rows, served.ngrams(ids)[:, :1], cache)
     for table in (read.entries.kv, read.entries.index_keys, read.cache.encoder_window):
       assert isinstance(table, Table)

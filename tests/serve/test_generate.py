@@ -2,11 +2,15 @@
 
 import dataclasses
 
+import jax
 import numpy as np
 import pytest
 
-from deepseek_jax.eval.served import _narrow
+from deepseek_jax.config import ReplayConfig
 from deepseek_jax.serve import generate, sampling
+from deepseek_jax.train.conversations import Example
+from deepseek_jax.train.data import collate
+from deepseek_jax.train.turns import Views
 from tests.serve.engines import EPS, NEW, Letters, Serving, same
 
 # Of a prompt longer than W. All forward passes here have LENGTH + NEW rows: one compilation.
@@ -35,12 +39,18 @@ class TestWriting:
 
   @pytest.mark.slow
   def test_longer_prompts_are_read_by_arm_b(self, serving):
-    """The one pass that stands for arm B in training."""
+    """The one pass that stands for arm B in training: every text a turn of its own line."""
     texts = [serving.text(LENGTH, seed) for seed in range(serving.window)]
     asked = serving.ask(serving.engine(), *texts)
     ids = np.array([text + reply.tokens for text, (reply, _) in zip(texts, asked)], np.int32)
-    start = LENGTH - serving.window
-    logits = np.asarray(_narrow(serving.model(), ids, serving.served.ngrams(ids), start))
+    served, w, start = serving.served, serving.window, LENGTH - serving.window
+    examples = [Example(line, np.arange(ids.shape[1]) >= LENGTH) for line in ids]
+    views = Views(examples, replay=ReplayConfig(decoder_len=w + NEW), window=w)
+    lines, order = [[i] for i in range(len(ids))], served.config.engram_max_ngram_size
+    batch = collate(views, lines, ids.shape[1], 1, served.classes, order)
+    run = jax.jit(lambda model, b: model(b.tokens, b.rows, b.ngrams, b.decoder).hidden)
+    model = serving.model()
+    logits = np.asarray(model.logits(run(model, batch)))
     exact = serving.served.forward(serving.model(), ids)
     assert np.abs(logits - exact[:, start:]).max() > 1e-3
     for line, found in zip(logits[:, serving.window - 1 : -1], asked):
