@@ -174,14 +174,16 @@ class Runs:
     loss = np.arange(total) >= prompt
     examples = [Example(line.astype(np.int32), loss) for line in case.ids]
     turns = [[Turn(prompt, total, hit)]] * lines
-    encoder, decoder = row_counts(turns[0], self.window)
-    how = ReplayConfig(decoder_len=decoder, encoder=float(hit > 0))
-    views = Views(examples, replay=how, window=self.window, turns=turns)
+    _, decoder = row_counts(turns[0], self.window)
+    # Room for any prompt and hit, so that all turns are one program.
+    views = Views(
+        examples, replay=ReplayConfig(total, encoder=1.0), window=self.window, turns=turns
+    )
     batch = collate(
-        views, [[i] for i in range(lines)], encoder, case.config.engram_pad_token_id, case.classes,
-        0 if case.ngrams is None else case.ngrams.shape[-1],
+        views, [[i] for i in range(lines)], 2 * total, case.config.engram_pad_token_id,
+        case.classes, 0 if case.ngrams is None else case.ngrams.shape[-1],
     )  # fmt: skip
-    return np.asarray(_simulated(self.model, batch))
+    return np.asarray(_simulated(self.model, batch))[:, :decoder]
 
 
 @jax.jit
