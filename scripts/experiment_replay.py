@@ -172,8 +172,8 @@ def main() -> dict:
   """Accuracies by training and arm, pooled over seeds and distances; details in results.json."""
   from flax import nnx
 
-  from deepseek_jax.eval import replay_cost, resume
   from deepseek_jax.eval import replay_experiment as experiment
+  from deepseek_jax.eval import resume
   from deepseek_jax.train import step
 
   config, plan, say = _CONFIG.value, _plans(), _Progress()
@@ -205,7 +205,7 @@ def main() -> dict:
         measured[f"{seed}/{training}/{measure.name}"] = json.loads(path.read_text())
       errors.append(experiment.simulation_error(model, config, plan.measures[0].task))
   pooled = _pooled(measured, plan)
-  cost = _cost(config, plan, replay_cost, experiment)
+  cost = _cost(config)
   noise = [max(one["noise"].values()) for found in measured.values() for one in found.values()]
   result = {
       "serving_equality_max_abs": max(errors),
@@ -256,8 +256,10 @@ def _pooled(measured: dict, plan) -> dict:
   return pooled
 
 
-def _cost(config, plan, replay_cost, experiment) -> dict:
+def _cost(config) -> dict:
   """Ratios of a step on decoder replay, with 64 windows of prompt and response 15:1."""
+  from deepseek_jax.eval import replay_cost
+
   rows = 64 * config.model.sliding_window
   train = dataclasses.replace(config.train, seq_len=rows, batch_size=1)
   config = dataclasses.replace(config, train=train)

@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,10 +18,14 @@ from jaxtyping import Array, Float, Int
 
 from deepseek_jax import tokenizer as tok
 from deepseek_jax.cache import Cache
+from deepseek_jax.nn.attention import Pass
+from deepseek_jax.nn.block import LayerOut
 from deepseek_jax.nn.rows import Rows
 from deepseek_jax.nn.transformer import Transformer
 from deepseek_jax.serve.replay import Plan
 from deepseek_jax.serve.weights import Weights, whole
+
+_PLAIN = Pass()
 
 
 def advance(
@@ -62,16 +67,26 @@ def encode(
   return advance(cache, rows, ngrams, None)
 
 
+class Extended(NamedTuple):
+  """Cache and final hidden state after rows, and what the layers of each stack report."""
+
+  cache: Cache
+  hidden: Float[Array, "B T D"]
+  encoder: tuple[LayerOut, ...]
+  decoder: tuple[LayerOut, ...]
+
+
 def extend_rows(
     model: Transformer, cache: Cache, tokens: Int[Array, "B T"], rows: Rows,
-    ngrams: Int[Array, "B T n"] | None, decoder_floors: Int[Array, "B T"],
-) -> tuple[Cache, Float[Array, "B T D"]]:  # fmt: skip
+    ngrams: Int[Array, "B T n"] | None, decoder_floors: Int[Array, "B T"], how: Pass = _PLAIN,
+) -> Extended:  # fmt: skip
   """Both stacks over rows; the decoder sees them with floors of its own."""
-  encoded = model.encode(tokens, rows, ngrams, cache)
+  encoded = model.encode(tokens, rows, ngrams, cache, how=how)
   below = rows._replace(floors=decoder_floors)
-  out = model.decode(encoded.stream, below, encoded.entries, ngrams, encoded.cache)
+  out = model.decode(encoded.stream, below, encoded.entries, ngrams, encoded.cache, how=how)
   floors = jnp.stack([rows.floors[:, 0], decoder_floors[:, 0]], axis=1)
-  return advance(out.cache, rows, ngrams, floors), out.hidden
+  cache = advance(out.cache, rows, ngrams, floors)
+  return Extended(cache, out.hidden, encoded.outs, out.outs)
 
 
 @functools.partial(jax.jit, donate_argnames="cache", static_argnames="every")
@@ -81,7 +96,7 @@ def extend(
 ) -> tuple[Cache, Float[Array, "B V"] | Float[Array, "B T V"]]:  # fmt: skip
   """`extend_rows` with f32 logits of each line's last live row, or of every row."""
   model = whole(model)
-  cache, hidden = extend_rows(model, cache, tokens, rows, ngrams, decoder_floors)
+  cache, hidden, *_ = extend_rows(model, cache, tokens, rows, ngrams, decoder_floors)
   if every:
     return cache, model.logits(hidden)
   last = jnp.maximum(jnp.sum(rows.segments > 0, axis=1) - 1, 0)

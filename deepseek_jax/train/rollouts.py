@@ -20,7 +20,7 @@ from deepseek_jax.config import CacheFormats
 from deepseek_jax.nn.attention import Pass
 from deepseek_jax.nn.rows import Rows
 from deepseek_jax.nn.transformer import Transformer
-from deepseek_jax.serve import prefill, replay
+from deepseek_jax.serve import decode, prefill, replay
 from deepseek_jax.serve.replay import Plan
 
 _RECORDED = Pass(routes=True)
@@ -43,7 +43,7 @@ class Written(NamedTuple):
     logprobs: of the tokens, in nats, at the temperature they were drawn with.
     read: experts of the encoder's rows of each part.
     answered: experts of the decoder's rows of the last part.
-    encoder, decoder: of the rows of the written tokens but the last.
+    encoder, decoder: of the rows of the written tokens; behind the end of a line they mean nothing.
   """
 
   tokens: Int[Array, "B n"]
@@ -99,16 +99,6 @@ def _routes(outs, rows: Rows) -> Int[Array, "layers B T X"]:
   return jnp.where((rows.segments > 0)[..., None], jnp.stack([o.routes for o in outs]), -1)
 
 
-def _advance(model, cache, tokens, rows, ngrams, floors):
-  """Both stacks over rows: cache, hidden state and experts."""
-  encoded = model.encode(tokens, rows, ngrams, cache, how=_RECORDED)
-  below = rows._replace(floors=jnp.broadcast_to(floors[:, None], tokens.shape))
-  out = model.decode(encoded.stream, below, encoded.entries, ngrams, encoded.cache, how=_RECORDED)
-  both = jnp.stack([rows.floors[:, 0], below.floors[:, 0]], axis=1)
-  cache = prefill.advance(out.cache, rows, ngrams, both)
-  return cache, out.hidden, _routes(encoded.outs, rows), _routes(out.outs, rows)
-
-
 @functools.partial(jax.jit, static_argnames=("new", "temperature", "stop"))
 def write(
     model: Transformer, cache: Cache, parts: list[Part], floors: Int[Array, " B"],
@@ -133,9 +123,11 @@ def write(
     cache = prefill.advance(encoded.cache, part.rows, part.ngrams, None)
     read.append(_routes(encoded.outs, part.rows))
   last = parts[-1]
-  cache, hidden, above, below = _advance(model, cache, last.tokens, last.rows, last.ngrams, floors)
+  below = jnp.broadcast_to(floors[:, None], last.tokens.shape)
+  out = prefill.extend_rows(model, cache, last.tokens, last.rows, last.ngrams, below, how=_RECORDED)
+  read.append(_routes(out.encoder, last.rows))
   newest = jnp.sum(last.rows.segments > 0, axis=1)[:, None, None] - 1
-  logits = model.logits(jnp.take_along_axis(hidden, newest, axis=1))[:, 0]
+  logits = model.logits(jnp.take_along_axis(out.hidden, newest, axis=1))[:, 0]
   lines = jnp.arange(floors.shape[0])
   one = lambda a: a[:, None]
 
@@ -148,22 +140,16 @@ def write(
     chosen = jnp.take_along_axis(logp, one(tokens), axis=-1)[:, 0]
     written = live
     live = live & (tokens != stop)
-    ngrams = None
-    if classes is not None:
-      ngrams = one(jnp.concatenate([one(classes[tokens]), cache.history], axis=1))
-    at = jnp.where(live, cache.lengths, 0)
-    rows = Rows(one(at), one(cache.floors[:, 0]), one(live.astype(jnp.int32)), one(live))
-    cache, hidden, above, below = _advance(
-        model, cache, one(tokens), rows, ngrams, cache.floors[:, 1]
-    )
-    out = tokens, written, chosen, above[:, :, 0], below[:, :, 0]
-    return (cache, model.logits(hidden)[:, 0], live), out
+    out = decode.advance_row(model, cache, tokens, live, classes, _RECORDED)
+    experts = (jnp.stack([o.routes[:, 0] for o in outs]) for outs in (out.encoder, out.decoder))
+    return (out.cache, model.logits(out.hidden)[:, 0], live), (tokens, written, chosen, *experts)
 
-  start = cache, logits, jnp.ones(floors.shape, bool)
+  answered = _routes(out.decoder, last.rows)
+  start = out.cache, logits, jnp.ones(floors.shape, bool)
   _, (tokens, live, logprobs, encoder, decoder) = jax.lax.scan(body, start, jnp.arange(new))
   across = lambda a: jnp.moveaxis(a, 0, 1)
   return Written(
-      across(tokens), across(live), across(logprobs), (*read, above), below,
+      across(tokens), across(live), across(logprobs), tuple(read), answered,
       jnp.moveaxis(encoder, 0, 2), jnp.moveaxis(decoder, 0, 2),
   )  # fmt: skip
 

@@ -1,5 +1,6 @@
 """Which rows a reader hands to its programs, what it refuses, and the words Engram sees."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -126,13 +127,14 @@ class TestHistory:
     words, cuts = served.ngrams(ids), np.arange(1, length + 1)
     cache, seen = served.cache(lines=length), []
     padded = np.arange(length) < cuts[:, None]
-    rows = Rows(*(np.where(padded, a, 0) for a in Rows.single(length, length)))
+    rows = jax.tree.map(lambda a: np.where(padded, a, 0), Rows.single(length, length))
     cache = prefill.advance(cache, rows, words, np.zeros((length, 2), np.int32))
 
-    def advance(model, cache, tokens, rows, ngrams, floors):
+    def advance(model, cache, tokens, rows, ngrams, floors, how):
       seen.append((np.asarray(rows.positions[:, 0]), np.asarray(ngrams[:, 0])))
       both = jnp.stack([rows.floors[:, 0], floors[:, 0]], axis=1)
-      return prefill.advance(cache, rows, ngrams, both), jnp.zeros((length, 1, 1))
+      cache = prefill.advance(cache, rows, ngrams, both)
+      return prefill.Extended(cache, jnp.zeros((length, 1, 1)), (), ())
 
     class Blind:
       logits = staticmethod(lambda hidden: hidden)

@@ -12,6 +12,7 @@ from deepseek_jax.config import ComputeConfig, Config, ModelConfig, RolloutConfi
 from deepseek_jax.nn.transformer import Transformer
 from deepseek_jax.train.on_policy import OnPolicy
 from deepseek_jax.train.tasks import Prompt
+from tests.serve import engines
 
 # Encoder: window, Full m = 2 with an Engram. Decoder: Full with the pool, Reindex, Reuse.
 EVERY_MODE = ModelConfig(
@@ -40,20 +41,10 @@ HITS = (0, 0, 0, 0, 8, 16, 16, 6)
 PROMPT_LEN, NEW = 20, 8
 
 
-class Letters:
-  """64 tokens in 16 classes; a character is one token, and digits have their own."""
+class Letters(engines.Letters):
+  """With the ids of the released tokenizer's markers."""
 
-  vocab_size, bos_id, eos_id, pad_id = 64, 0, 1, 2
-  user_id, assistant_id, system_id = 3, 4, None
-
-  def encode(self, text):
-    return [8 + byte % 56 for byte in text.encode()]
-
-  def decode(self, ids):
-    return "".join(chr(48 + i) for i in ids)
-
-  def pieces(self):
-    return [(str(i % 16), str(i)) for i in range(self.vocab_size)]
+  eos_id, pad_id = 1, 2
 
 
 @functools.cache
