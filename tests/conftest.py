@@ -27,6 +27,14 @@ def freed_programs():
   gc.collect()
 
 
+@pytest.fixture(scope="module")
+def quick_compile():
+  """Programs of one module are compiled without LLVM's optimisations: half the time."""
+  jax.config.update("jax_disable_most_optimizations", True)
+  yield
+  jax.config.update("jax_disable_most_optimizations", False)
+
+
 @pytest.fixture
 def standard_promotion():
   """Lets dtypes promote for one test: optax's Adam and Muon divide by an integer step count."""

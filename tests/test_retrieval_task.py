@@ -6,38 +6,28 @@ import pytest
 from deepseek_jax.eval.retrieval import (
     ASK,
     FACT,
-    GET,
-    SET,
     VALUES,
     VOCABULARY,
     Task,
     beginning,
     conversation,
+    prompts,
     question,
 )
 
-TASKS = (
-    Task(64, 4), Task(64, 4, aligned=False), Task(96, 5, nearest=10, farthest=60),
-    Task(48, gaps=(2, 30)), Task(128, 8, gaps=(5, 40)),
-)  # fmt: skip
+TASKS = (Task(64, 4), Task(64, 4, aligned=False), Task(96, 5, farthest=60))
 
 
 def answers(tokens):
   """Place and value of every answer, read from left to right."""
-  facts, register, found, i = {}, None, {}, 0
+  facts, found, i = {}, {}, 0
   while i < len(tokens):
     if tokens[i] == FACT:
       facts[tokens[i + 1]] = tokens[i + 2]
       i += 2
-    elif tokens[i] == SET:
-      register = tokens[i + 1]
-      i += 1
     elif tokens[i] == ASK:
       found[i + 2] = facts[tokens[i + 1]]
       i += 2
-    elif tokens[i] == GET:
-      found[i + 1] = register
-      i += 1
     i += 1
   return found
 
@@ -64,44 +54,40 @@ def test_facts_stand_where_the_task_says(task):
     assert len(set(one.keys)) == task.facts
     assert ((one.places + 1) % 2 == (0 if task.aligned else 1)).all()
     assert (np.diff(one.places) >= 4).all()
-    before_end = task.length - one.places
-    assert (before_end <= (task.farthest or task.length)).all()
-    assert (before_end - 3 >= task.nearest).all()
+    assert (task.length - one.places <= (task.farthest or task.length)).all()
     seen.update(one.places)
-  reach = (task.farthest or task.length) - task.nearest
-  assert len(seen) >= min(task.facts, 1) * 0.8 * (reach / 2 - 2)
+  assert len(seen) >= 0.8 * ((task.farthest or task.length) / 2 - 2)
 
 
-def test_the_newest_register_and_its_place():
-  rng, task = np.random.default_rng(2), Task(64, gaps=(3, 40))
-  distances = set()
-  for _ in range(300):
-    one = beginning(rng, task)
-    places = np.flatnonzero(one.tokens == SET)
-    assert one.set_at == places[-1]
-    assert one.register == one.tokens[places[-1] + 1]
-    distances.add(task.length - one.set_at)
-  assert distances == set(range(3, 41))
+@pytest.mark.parametrize("task", TASKS)
+def test_prompts_are_asked_for_facts_at_their_spans(task):
+  found = prompts(np.random.default_rng(2), task, 10, 5, questions=4)
+  assert found.beginnings.shape == (3, task.length)
+  assert found.rests.shape == (3, 4, 5)
+  for p, start in enumerate(found.beginnings):
+    for q, rest in enumerate(found.rests[p]):
+      place = task.length - found.spans[p, q]
+      answer = found.answers[p, q]
+      assert list(start[place : place + 3]) == [FACT, rest[-1], answer]
+      assert answers(np.array([*start, *rest, answer]))[task.length + 5] == answer
 
 
 @pytest.mark.parametrize("distance", [2, 3, 9])
 def test_a_question_ends_at_its_distance(distance):
   rng = np.random.default_rng(3)
-  ask, get = question(rng, 40, distance), question(rng, None, distance)
-  assert len(ask) == len(get) == distance
+  ask = question(rng, 40, distance)
+  assert len(ask) == distance
   assert list(ask[-2:]) == [ASK, 40]
-  assert get[-1] == GET
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (dict(facts=0), "facts is 0; it must be at least 1 without registers"),
-        (dict(facts=49), "0 to 48"),
+        (dict(facts=0), "facts is 0; it must be 1 to 48"),
+        (dict(facts=49), "1 to 48"),
         (dict(facts=17), "at most a quarter of the 64 tokens"),
         (dict(facts=4, farthest=12), "at most a quarter of the 12 tokens"),
-        (dict(gaps=(1, 4)), "gaps is"),
-        (dict(gaps=(4, 64)), "2 to 63"),
+        (dict(facts=4, farthest=65), "at most a quarter of the 65 tokens"),
     ],
 )
 def test_tasks_that_cannot_be_are_refused(changes, message):

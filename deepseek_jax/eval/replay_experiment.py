@@ -1,8 +1,8 @@
-"""Does training on bounded replay pay? One task, three ways to fine-tune, five ways to serve.
+"""Does training on bounded replay pay? One model, three ways to fine-tune, five ways to serve.
 
-A model learns to find buried facts with exact rows, documents growing as it does. From there it is
-fine-tuned on exact rows, on decoder replay and on both replays, for as many FLOPs each, and every
-arm of serving answers the same held-out prompts. See `docs/replay_experiment.md`.
+A model learns its task with exact rows. From there it is fine-tuned on exact rows, on decoder
+replay and on both replays, for as many FLOPs each, and every arm of serving answers the same
+held-out prompts. See `docs/replay_experiment.md`.
 """
 
 import dataclasses
@@ -18,8 +18,8 @@ import numpy as np
 from flax import nnx
 
 from deepseek_jax.config import Config, ReplayConfig
-from deepseek_jax.eval import resume, retrieval
-from deepseek_jax.eval.retrieval import Task
+from deepseek_jax.eval import brackets, resume, retrieval
+from deepseek_jax.eval.resume import Answers, Prompts
 from deepseek_jax.nn.transformer import Transformer
 from deepseek_jax.train import step
 from deepseek_jax.train.conversations import Example
@@ -39,13 +39,12 @@ class Phase:
     length: tokens of a line.
     shortest, longest: tokens of a beginning; lengths are log-uniform, even, and several documents
       share a line.
-    facts: one fact in so many tokens of a beginning, at most 32 facts.
-    questions: turns of a document.
-    distances: tokens of a question, filler before it included.
-    learning_rate: constant after `warmup` steps.
-    aligned: see `Task`; None for half of the documents each.
-    gaps: of registers, see `Task`; half of the documents hold them instead of facts.
-    register_distances: as `distances`, of documents with registers.
+    questions: turns of a document; 0: every answer in a beginning counts (brackets only).
+    distances: tokens of a question, what stands before it included.
+    facts: one fact in so many tokens of a beginning, at most 32 facts; 0: brackets instead.
+    learning_rate: after `warmup` steps.
+    warmup: steps.
+    schedule: of `TrainConfig`.
   """
 
   steps: int
@@ -53,48 +52,47 @@ class Phase:
   length: int
   shortest: int
   longest: int
-  facts: int = 8
   questions: int = 8
   distances: tuple[int, int] = (2, 6)
+  facts: int = 8
   learning_rate: float = 1e-2
   warmup: int = 20
-  aligned: bool | None = True
-  gaps: tuple[int, int] | None = None
-  register_distances: tuple[int, int] = (1, 40)
+  schedule: str = "constant"
 
 
 @dataclasses.dataclass(frozen=True)
 class Measure:
-  """Prompts that are served: beginnings of a task, each asked for some of its facts.
+  """Prompts that are served.
 
   Attributes:
-    name: of the setting.
-    task: what is buried.
-    distances: of the answer after the boundary, in tokens.
-    questions: facts asked of a beginning, at evenly spaced depths; 1 for the register.
+    name: of the measure.
+    task: of the beginnings.
+    distances: tokens from the boundary to the question's last.
+    edges: spans are counted apart between these, in tokens.
+    prompts: of every distance, and for brackets of every span.
   """
 
   name: str
-  task: Task
+  task: retrieval.Task | brackets.Task
   distances: tuple[int, ...]
-  questions: int = 8
+  edges: tuple[int, ...]
+  prompts: int
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
-  """Of the experiment: how it teaches, fine-tunes (in exact steps) and measures.
+class Setting:
+  """A model, how it is taught and fine-tuned (in exact steps), and what is measured."""
 
-  On text a model is taught `text_steps` and fine-tuned a fifth of these; see `replay_text`.
-  """
-
+  name: str
+  window: int
   teach: tuple[Phase, ...]
   tune: Phase
   measures: tuple[Measure, ...]
-  prompts: int
-  seeds: int
-  text_steps: int
-  text_documents: int
-  text_seeds: int
+
+  def config(self, config: Config) -> Config:
+    """`config` with this setting's window."""
+    model = dataclasses.replace(config.model, sliding_window=self.window)
+    return dataclasses.replace(config, model=model)
 
 
 def generator(*seed: int) -> np.random.Generator:
@@ -107,16 +105,11 @@ def documents(rng: np.random.Generator, phase: Phase) -> Iterator[Example]:
   while True:
     n = np.exp(rng.uniform(np.log(phase.shortest), np.log(phase.longest + 1)))
     n = int(n) // 2 * 2
-    if phase.gaps is not None and rng.integers(2):
-      task = Task(n, gaps=(phase.gaps[0], min(phase.gaps[1], n - 1)))
-      most = (phase.length - n) // (phase.register_distances[1] + 1)
-      questions = max(1, min(phase.questions, most))
-      yield retrieval.conversation(rng, task, questions, phase.register_distances)
-      continue
-    facts = int(np.clip(n // phase.facts, 1, 32))
-    aligned = bool(rng.integers(2)) if phase.aligned is None else phase.aligned
-    task = Task(n, facts, aligned)
-    yield retrieval.conversation(rng, task, phase.questions, phase.distances)
+    if phase.facts:
+      task = retrieval.Task(n, int(np.clip(n // phase.facts, 1, 32)))
+      yield retrieval.conversation(rng, task, phase.questions, phase.distances)
+    else:
+      yield brackets.conversation(rng, brackets.Task(n), phase.questions, phase.distances)
 
 
 def batch_of(seed: Sequence[int], phase: Phase, config: Config) -> Batch:
@@ -143,26 +136,28 @@ def config_of(config: Config, phase: Phase, replay: ReplayConfig | None = None) 
   w, length = config.model.sliding_window, phase.length
   if replay is not None and replay.encoder:
     # The largest replay of a turn comes with the farthest hit, at its own beginning.
-    length += phase.questions * (w + _farthest(phase) + 3)
+    length += phase.questions * (w + phase.distances[1] + 3)
   train = dataclasses.replace(
       config.train, steps=phase.steps, batch_size=phase.lines, seq_len=length, replay=replay,
-      learning_rate=phase.learning_rate, schedule="constant",
+      learning_rate=phase.learning_rate, schedule=phase.schedule,
       warmup_steps=min(phase.warmup, phase.steps),
   )  # fmt: skip
   return dataclasses.replace(config, train=train)
 
 
-def _farthest(phase: Phase) -> int:
-  return max(phase.distances[1], phase.register_distances[1] if phase.gaps else 0)
-
-
 def replay_of(training: str, config: Config, phase: Phase) -> ReplayConfig | None:
-  """What a training simulates of documents that fill a line each."""
+  """What a training simulates, with room for the turns of as many documents as share a line."""
   if training == "exact":
     return None
-  documents_a_line = max(1, phase.length // (phase.shortest + phase.questions * 3))
+  turn = sum(phase.distances) // 2 + 1
+  documents_a_line = max(1, phase.length // (phase.shortest + phase.questions * turn))
   rows = documents_a_line * phase.questions * (config.model.sliding_window + 1)
   return ReplayConfig(decoder_len=rows, encoder=0.5 if training == "both" else 0.0)
+
+
+@functools.lru_cache(maxsize=4)
+def _step(config: Config):
+  return step.make_step(step.abstract_model(config)[0], config)
 
 
 def train(
@@ -172,140 +167,197 @@ def train(
   """Parameters after `config.train.steps` steps; a fresh optimiser each time.
 
   Args:
-    config: of a phase.
+    config: of a phase; its model is drawn with seed `config.train.seed` if there are no `params`.
     batch: of a step, from 0.
-    params: to go on from; None draws them.
+    params: to go on from.
     tell: called with steps done and the loss.
   """
-  graphdef, _ = step.abstract_model(config)
   state = step.init_state(config)
   if params is not None:
     state = state._replace(params=jax.tree.map(jnp.array, params))
-  train_step = step.make_step(graphdef, config)
+  train_step = _step(dataclasses.replace(config, train=dataclasses.replace(config.train, seed=0)))
   for number in range(config.train.steps):
     state, metrics = train_step(state, batch(number))
     tell(number + 1, float(metrics.loss))
   return state.params
 
 
-@functools.lru_cache(maxsize=8)
-def _flops(config: Config, phase: Phase, training: str) -> float:
+def flops(config: Config, batch: Batch) -> float:
   """Of a step by the compiler's count. Loops would be counted once, so there are none."""
-  one = config_of(config, phase, replay_of(training, config, phase))
   compute = dataclasses.replace(
-      one.compute, scan_layers=False, row_chunk=one.train.seq_len, remat="none"
+      config.compute, scan_layers=False, row_chunk=config.train.seq_len, remat="none"
   )
-  one = dataclasses.replace(one, compute=compute)
-  train_step = step.make_step(step.abstract_model(one)[0], one)
-  lowered = train_step.lower(step.abstract_state(one), batch_of((0,), phase, one))
+  config = dataclasses.replace(config, compute=compute)
+  lowered = _step(config).lower(step.abstract_state(config), batch)
   return lowered.compile().cost_analysis()["flops"]
 
 
-def equal_steps(config: Config, phase: Phase, training: str) -> int:
-  """Steps that take the FLOPs of `phase.steps` exact ones."""
-  if training == "exact":
-    return phase.steps
-  ratio = _flops(config, phase, "exact") / _flops(config, phase, training)
-  return round(phase.steps * ratio)
-
-
-def served(
-    model: Transformer, measure: Measure, prompts: int, seed: int, lines: int = 32
-) -> dict[int, dict[str, np.ndarray]]:
-  """Logits of every arm, answers and depths by distance.
-
-  Args:
-    model: as trained.
-    measure: the setting.
-    prompts: of each distance, rounded up to whole beginnings.
-    seed: of the prompts, the same for every model.
-    lines: prompts that are served together.
-  """
-  arms, q = resume.Arms(model), measure.questions
-  found: dict[int, dict[str, list]] = {}
-  for distance in measure.distances:
-    rng = generator(seed, distance)
-    own = found.setdefault(distance, {"answers": [], "depths": []})
-    for _ in range(-(-prompts // lines)):
-      starts = [retrieval.beginning(rng, measure.task) for _ in range(lines // q)]
-      asked = np.linspace(0, measure.task.facts - 1, q).round().astype(int)
-      keys = lambda start, asked=asked: start.keys[asked] if measure.task.facts else [None]
-      rests = np.stack([
-          np.stack([retrieval.question(rng, key, distance) for key in keys(start)])
-          for start in starts
-      ])  # fmt: skip
-      logits = arms.logits(np.stack([start.tokens for start in starts]), rests)
-      for arm, value in logits.items():
-        own.setdefault(arm, []).append(value.reshape(-1, value.shape[-1]))
-      if measure.task.facts:
-        answers = [start.values[asked] for start in starts]
-        places = [start.places[asked] for start in starts]
-      else:
-        answers = [[start.register] for start in starts]
-        places = [[start.set_at] for start in starts]
-      own["answers"].append(np.concatenate(answers))
-      own["depths"].append(np.concatenate(places))
-  return {
-      distance: {name: np.concatenate(parts) for name, parts in own.items()}
-      for distance, own in found.items()
+def equal_steps(
+    steps: int, case: Callable[[str], tuple[Config, Callable[[int], Batch]]]
+) -> dict[str, int]:
+  """Steps of every training that take the FLOPs of so many exact ones."""
+  found = {
+      training: flops(one, batch(0)) for training in TRAININGS for one, batch in [case(training)]
   }
+  return {training: round(steps * found["exact"] / value) for training, value in found.items()}
 
 
-def summary(found: dict[str, np.ndarray], depths: int = 4) -> dict[str, Any]:
-  """Accuracies by arm, all together and by quarter of the depth, and what replays change."""
-  answers = found["answers"]
-  right = {arm: found[arm].argmax(-1) == answers for arm in resume.ARMS}
-  edges = np.quantile(found["depths"], np.linspace(0, 1, depths + 1)[1:-1])
-  at = np.searchsorted(edges, found["depths"], side="right")
-  return {
-      "n": len(answers),
-      "edges": [float(edge) for edge in edges],
-      "accuracy": {arm: resume.accuracy(right[arm]) for arm in resume.ARMS},
-      "by_depth": {
-          arm: [resume.accuracy(right[arm][at == d]) for d in range(depths)] for arm in resume.ARMS
-      },
-      "B_against_A": resume.difference(found["A"], found["B"], answers)._asdict(),
-      "D_against_C": resume.difference(found["C"], found["D"], answers)._asdict(),
-      "noise": {
-          "A_E": float(np.abs(found["A"] - found["E"]).max()),
-          "B_C": float(np.abs(found["B"] - found["C"]).max()),
-      },
-  }
+def tuning(
+    setting: Setting, config: Config, training: str, seed: int = 0
+) -> tuple[Config, Callable[[int], Batch]]:
+  """The fine-tuning of a training: its configuration and its batches by step."""
+  phase, config = setting.tune, setting.config(config)
+  one = config_of(config, phase, replay_of(training, config, phase))
+  return one, lambda number: batch_of((seed, 100, number), phase, one)
 
 
-def simulation_error(model: Transformer, config: Config, task: Task, seed: int = 0) -> float:
+def steps_of(setting: Setting, config: Config, workdir: pathlib.Path) -> dict[str, int]:
+  """Of every training's fine-tuning."""
+  make = lambda: equal_steps(setting.tune.steps, functools.partial(tuning, setting, config))
+  return kept_json(workdir / f"{setting.name}_steps.json", make)
+
+
+def learn(
+    setting: Setting, config: Config, seed: int, workdir: pathlib.Path,
+    say: Callable[[str], Any],
+) -> dict[str, nnx.State]:  # fmt: skip
+  """The parameters of every training of one seed; what is in the workdir is not trained again."""
+  base, like = setting.config(config), step.abstract_model(setting.config(config))[1]
+  base = dataclasses.replace(base, train=dataclasses.replace(base.train, seed=seed))
+  params, name = None, f"{setting.name}_{seed}"
+  for number, phase in enumerate(setting.teach):
+
+    def teach(params=params, phase=phase, number=number):
+      one = config_of(base, phase)
+      batch = lambda n: batch_of((seed, number, n), phase, one)
+      return train(one, batch, params, telling(say, f"{name}, phase {number}", phase.steps))
+
+    params = kept(workdir / f"{name}_taught{number}.npz", like, teach)
+  found, steps = {}, steps_of(setting, config, workdir)
+  for training in TRAININGS:
+
+    def tune(training=training):
+      one, batch = tuning(setting, config, training, seed)
+      one = dataclasses.replace(one, train=dataclasses.replace(one.train, steps=steps[training]))
+      return train(one, batch, params, telling(say, f"{name}, {training}", steps[training]))
+
+    found[training] = kept(workdir / f"{name}_{training}.npz", like, tune)
+  return found
+
+
+@functools.lru_cache(maxsize=64)
+def prompts_of(measure: Measure, distance: int, seed: int) -> tuple[Prompts, ...]:
+  """Held-out prompts in batches of one shape, the same for every model."""
+  rng = generator(10_000 + seed, distance)
+  if isinstance(measure.task, retrieval.Task):
+    whole = retrieval.prompts(rng, measure.task, measure.prompts, distance)
+    lines = 4
+  else:
+    spans = zip(measure.edges, measure.edges[1:])
+    parts = [brackets.prompts(rng, measure.task, measure.prompts, distance, span) for span in spans]
+    whole, lines = jax.tree.map(lambda *a: np.concatenate(a), *parts), 32
+  count = -(-len(whole.beginnings) // lines)
+  return tuple(
+      jax.tree.map(lambda a, i=i: a[i * lines : (i + 1) * lines], whole) for i in range(count)
+  )
+
+
+def served(model: Transformer, measure: Measure, distance: int, seed: int) -> Answers:
+  """What every arm answers."""
+  arms = resume.Arms(model)
+  parts = [
+      resume.answered(arms.logits(one.beginnings, one.rests), one)
+      for one in prompts_of(measure, distance, seed)
+  ]
+  return jax.tree.map(lambda *a: np.concatenate(a, axis=-1), *parts)
+
+
+_simulated = jax.jit(
+    lambda model, batch: model.logits(
+        model(batch.tokens, batch.rows, None, batch.decoder).hidden
+    )
+)  # fmt: skip
+
+
+def simulation_error(model: Transformer, measure: Measure, seed: int) -> float:
   """Largest difference of a turn's logits between training's simulation and arms B and D."""
-  rng = generator(seed)
-  w, worst = config.model.sliding_window, 0.0
-  start = retrieval.beginning(rng, task)
-  ask = retrieval.question(rng, start.keys[0], w // 2)
-  tokens = np.concatenate([start.tokens, ask, start.values[:1]])
+  one = jax.tree.map(lambda a: a[:1], prompts_of(measure, max(measure.distances), seed)[0])
+  w, worst = model.config.sliding_window, 0.0
+  start, ask = one.beginnings[0], one.rests[0, 0]
+  tokens = np.concatenate([start, ask, one.answers[0, :1]]).astype(np.int32)
   example = Example(tokens, np.arange(len(tokens)) == len(tokens) - 1)
-  expected = resume.Arms(model).logits(start.tokens[None], ask[None, None], "BD")
-  run = jax.jit(lambda model, b: model.logits(model(b.tokens, b.rows, None, b.decoder).hidden))
+  expected = resume.Arms(model).logits(one.beginnings, one.rests[:, :1], "BD")
   for arm, q in (("B", 0.0), ("D", 1.0)):
-    turn = Turn(len(tokens) - 1, len(tokens), task.length if q else 0)
+    turn = Turn(len(tokens) - 1, len(tokens), len(start) if q else 0)
     views = Views([example], replay=ReplayConfig(w + 1, q), window=w, turns=[[turn]])
     rows, _ = views.counts(0)
     batch = collate(views, [[0]], rows, retrieval.PAD)
-    own = np.asarray(run(model, batch))[0, batch.weights[0] > 0]
+    own = np.asarray(_simulated(model, batch))[0, batch.weights[0] > 0]
     worst = max(worst, float(np.abs(own - expected[arm][0, 0]).max()))
   return worst
 
 
-def save(path: pathlib.Path, params: nnx.State) -> None:
-  """Parameters as one file, whole or not there."""
+def run(
+    setting: Setting, config: Config, seed: int, workdir: pathlib.Path, say: Callable[[str], Any]
+) -> None:
+  """Trains and measures one seed; leaves `NAME_SEED_TRAINING_MEASURE_DISTANCE.npz` files."""
+  graphdef, _ = step.abstract_model(setting.config(config))
+  for training, params in learn(setting, config, seed, workdir, say).items():
+    model = nnx.merge(graphdef, params)
+    name = f"{setting.name}_{seed}_{training}"
+    for measure in setting.measures:
+      for distance in measure.distances:
+        path = workdir / f"{name}_{measure.name}_{distance}.npz"
+        if not path.exists():
+          say(f"{name}: serving {measure.name}, {distance} tokens after the boundary")
+          write_arrays(path, served(model, measure, distance, seed)._asdict())
+    error = functools.partial(simulation_error, model, setting.measures[0], seed)
+    kept_json(workdir / f"{name}_simulation.json", error)
+
+
+def telling(say: Callable[[str], Any], name: str, steps: int) -> Callable[[int, float], None]:
+  """Of `train`: a line every fifty steps, with the mean loss since the last."""
+  losses = []
+
+  def tell(done: int, loss: float) -> None:
+    losses.append(loss)
+    if done % 50 == 0 or done == steps:
+      say(f"{name}: step {done}/{steps}  loss {sum(losses) / len(losses):.3f}")
+      losses.clear()
+
+  return tell
+
+
+def kept(path: pathlib.Path, like: nnx.State, make: Callable[[], nnx.State]) -> nnx.State:
+  """Parameters of a file, made and kept there if it does not exist."""
+  if not path.exists():
+    leaves = jax.tree.leaves(make())
+    write_arrays(path, {f"{i:04d}": np.asarray(leaf) for i, leaf in enumerate(leaves)})
+  found = read_arrays(path)
+  return jax.tree.unflatten(
+      jax.tree.structure(like), [jnp.asarray(found[k]) for k in sorted(found)]
+  )
+
+
+def kept_json(path: pathlib.Path, make: Callable[[], Any]) -> Any:
+  """What a file says, made and kept there if it does not exist."""
+  if not path.exists():
+    write_json(path, make())
+  return json.loads(path.read_text())
+
+
+def write_arrays(path: pathlib.Path, arrays: dict[str, np.ndarray]) -> None:
+  """A file that is whole or not there."""
   partial = path.with_suffix(".partial")
   with open(partial, "wb") as file:
-    np.savez(file, *(np.asarray(leaf) for leaf in jax.tree.leaves(params)))
+    np.savez(file, **arrays)
   partial.rename(path)
 
 
-def load(path: pathlib.Path, like: nnx.State) -> nnx.State:
-  """What `save` wrote."""
+def read_arrays(path: pathlib.Path) -> dict[str, np.ndarray]:
+  """What `write_arrays` wrote."""
   with np.load(path) as file:
-    leaves = [jnp.asarray(file[name]) for name in file.files]
-  return jax.tree.unflatten(jax.tree.structure(like), leaves)
+    return {name: file[name] for name in file.files}
 
 
 def write_json(path: pathlib.Path, value: Any) -> None:

@@ -8,22 +8,53 @@ import dataclasses
 import functools
 import pathlib
 import sysconfig
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from jaxtyping import Float32
 
 from deepseek_jax.config import Config, ReplayConfig
+from deepseek_jax.eval import replay_experiment as experiment
 from deepseek_jax.nn.transformer import Transformer
 from deepseek_jax.tokenizer import ByteTokenizer
+from deepseek_jax.train import step
 from deepseek_jax.train.conversations import Example
 from deepseek_jax.train.data import Batch, collate
 from deepseek_jax.train.turns import Turn, Views, turns_of
 
 _BYTES = ByteTokenizer()
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+  """A model of bytes, how it is taught and fine-tuned (in exact steps), and what is measured.
+
+  Attributes:
+    name: of the setting.
+    window: W.
+    taught, tuned: how texts are cut, in teaching and from then on.
+    steps, tune_steps: of lines of one piece each.
+    documents: held-out pieces.
+    lines: of a step.
+  """
+
+  name: str
+  window: int
+  taught: "Pieces"
+  tuned: "Pieces"
+  steps: int
+  tune_steps: int
+  documents: int
+  lines: int = 4
+
+  def config(self, config: Config) -> Config:
+    """`config` over bytes, with this setting's window."""
+    model = dataclasses.replace(config.model, vocab_size=264, sliding_window=self.window)
+    return dataclasses.replace(config, model=model)
 
 
 class Pieces(NamedTuple):
@@ -147,19 +178,57 @@ def costs(
   return {arm: np.concatenate(parts) for arm, parts in found.items()}
 
 
-def by_distance(
-    costs_: dict[str, np.ndarray], distances: tuple[int, ...] = (1, 2, 8, 32)
-) -> dict[str, dict[str, tuple[float, float]]]:
-  """Mean excess of B over A and of D over B, at each byte after the boundary and over all of them.
+def tuning(
+    setting: Setting, config: Config, training: str, seed: int = 0
+) -> tuple[Config, Callable[[int], Batch]]:
+  """The fine-tuning of a training: its configuration and its batches by step."""
+  pieces = setting.tuned
+  one = config_of(
+      setting.config(config), pieces, steps=setting.tune_steps, lines=setting.lines,
+      learning_rate=3e-3, replay=replay_of(training, pieces, setting.window),
+  )  # fmt: skip
+  return one, lambda number: batch_of((seed, 1, number), pieces, one)
 
-  Returns:
-    By name and distance ("all" for the whole response) mean and standard error in nats a byte.
-  """
-  found = {}
-  for name, arm, other in (("B_over_A", "B", "A"), ("D_over_B", "D", "B")):
-    excess = costs_[arm] - costs_[other]
-    parts = {str(d): excess[:, d - 1] for d in distances} | {"all": excess.mean(axis=1)}
-    found[name] = {
-        key: (float(v.mean()), float(v.std(ddof=1) / np.sqrt(len(v)))) for key, v in parts.items()
-    }
-  return found
+
+def steps_of(setting: Setting, config: Config, workdir: pathlib.Path) -> dict[str, int]:
+  """Of every training's fine-tuning, for as many FLOPs."""
+  make = lambda: experiment.equal_steps(
+      setting.tune_steps, functools.partial(tuning, setting, config)
+  )
+  return experiment.kept_json(workdir / f"{setting.name}_steps.json", make)
+
+
+def run(
+    setting: Setting, config: Config, seed: int, workdir: pathlib.Path, say: Callable[[str], Any]
+) -> None:
+  """Trains and measures one seed; leaves `NAME_SEED_TRAINING_costs.npz` files."""
+  base, name = setting.config(config), f"{setting.name}_{seed}"
+  base = dataclasses.replace(base, train=dataclasses.replace(base.train, seed=seed))
+  graphdef, like = step.abstract_model(base)
+
+  def teach():
+    one = config_of(
+        base, setting.taught, steps=setting.steps, lines=setting.lines, learning_rate=1e-2
+    )
+    batch = lambda n: batch_of((seed, 0, n), setting.taught, one)
+    tell = experiment.telling(say, f"{name}, taught", setting.steps)
+    return experiment.train(one, batch, None, tell)
+
+  taught = experiment.kept(workdir / f"{name}_taught.npz", like, teach)
+  steps = steps_of(setting, config, workdir)
+  for training in experiment.TRAININGS:
+
+    def tune(training=training):
+      one, batch = tuning(setting, config, training, seed)
+      one = dataclasses.replace(one, train=dataclasses.replace(one.train, steps=steps[training]))
+      tell = experiment.telling(say, f"{name}, {training}", steps[training])
+      return experiment.train(one, batch, taught, tell)
+
+    params = experiment.kept(workdir / f"{name}_{training}.npz", like, tune)
+    path = workdir / f"{name}_{training}_costs.npz"
+    if not path.exists():
+      say(f"{name}, {training}: serving")
+      rng = experiment.generator(20_000 + seed)
+      held_out = documents(rng, setting.tuned, setting.window, held_out=True)
+      found = costs(nnx.merge(graphdef, params), setting.tuned, held_out, setting.documents)
+      experiment.write_arrays(path, found)

@@ -4,13 +4,14 @@ Prompts share beginnings, so a beginning is read once and its cache goes to all 
 """
 
 import dataclasses
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import scipy.stats
-from jaxtyping import Float32, Int
+from jaxtyping import Bool, Float32, Int
 
 from deepseek_jax.cache import Cache
 from deepseek_jax.config import CacheFormats
@@ -19,6 +20,24 @@ from deepseek_jax.serve import prefill, replay
 from deepseek_jax.serve.replay import Plan
 
 ARMS = "ABCDE"
+# An approximation and what it stands for: the decoder's replay, and the encoder's.
+PAIRS = ("A", "B"), ("C", "D")
+
+
+class Prompts(NamedTuple):
+  """Held-out prompts: Q of every one of P beginnings.
+
+  Attributes:
+    beginnings: what is cached.
+    rests: tokens after the boundary; the answer comes next.
+    answers: right ids.
+    spans: tokens from where the answer's source stands to the boundary.
+  """
+
+  beginnings: Int[np.ndarray, "P c"]
+  rests: Int[np.ndarray, "P Q s"]
+  answers: Int[np.ndarray, "P Q"]
+  spans: Int[np.ndarray, "P Q"]
 
 
 def _repeated(cache: Cache, times: int) -> Cache:
@@ -68,13 +87,14 @@ class Arms:
           f"beginnings have {c} tokens; a hit has a multiple of {self._multiple} and more than {w}"
       )
     n = c + s
+    room = -(-n // 64) * 64  # One program for questions of several lengths.
     prompts = np.concatenate([np.repeat(beginnings, q, axis=0), rests.reshape(p * q, s)], axis=1)
     start, tail = min(c, n - w), n - w
-    whole = self._read(self._empty(p, n), beginnings, replay.exact(c))[0]
+    whole = self._read(self._empty(p, room), beginnings, replay.exact(c))[0]
     before = Plan("B", start, 0, 0, 0, start, start)
-    encoded = self._read(self._empty(p, n), beginnings[:, :start], before)[0]
+    encoded = self._read(self._empty(p, room), beginnings[:, :start], before)[0]
     entries = dataclasses.replace(
-        whole, **{name: getattr(self._empty(p, n), name) for name in ("encoder_window", "tails")}
+        whole, **{name: getattr(self._empty(p, room), name) for name in ("encoder_window", "tails")}
     )
     windows = dataclasses.replace(
         whole, encoder_window=encoded.encoder_window, tails=encoded.tails, lengths=encoded.lengths
@@ -106,50 +126,66 @@ class Arms:
     return cache, logits
 
 
-class Difference(NamedTuple):
-  """One arm against another on the same prompts.
+class Answers(NamedTuple):
+  """What the arms made of n prompts; the first axis runs over `ARMS` or over `PAIRS`.
 
   Attributes:
-    gained, lost: prompts that it alone answers, and that only the other answers.
-    p: of McNemar's exact test, two-sided.
-    kl: mean KL(other ‖ arm) of the answer's distribution in nats, and its standard error.
-    nll: mean difference of −log p(answer) in nats, and its standard error.
+    right: [5, n] whether the likeliest token is the answer.
+    nll: [5, n] −log p(answer) in nats.
+    kl: [2, n] KL(other ‖ arm) of the answer's distribution in nats.
+    noise: [2, n] largest difference of a logit: A from E, B from C.
+    spans: [n] of `Prompts`.
   """
+
+  right: Bool[np.ndarray, "5 n"]
+  nll: Float32[np.ndarray, "5 n"]
+  kl: Float32[np.ndarray, "2 n"]
+  noise: Float32[np.ndarray, "2 n"]
+  spans: Int[np.ndarray, " n"]
+
+
+def answered(logits: Mapping[str, Float32[np.ndarray, "P Q V"]], prompts: Prompts) -> Answers:
+  """Of what `Arms.logits` found."""
+  logits = {arm: logits[arm].reshape(-1, logits[arm].shape[-1]) for arm in ARMS}
+  answers = prompts.answers.reshape(-1)
+  log_p = {
+      arm: np.asarray(jax.nn.log_softmax(value.astype(np.float64))) for arm, value in logits.items()
+  }
+  at = np.arange(len(answers)), answers
+  return Answers(
+      np.stack([logits[arm].argmax(-1) == answers for arm in ARMS]),
+      np.stack([-log_p[arm][at] for arm in ARMS]).astype(np.float32),
+      np.stack([
+          np.sum(np.exp(log_p[a]) * (log_p[a] - log_p[b]), axis=-1) for a, b in PAIRS
+      ]).astype(np.float32),
+      np.stack([np.abs(logits[a] - logits[b]).max(axis=-1) for a, b in ("AE", "BC")]),
+      prompts.spans.reshape(-1),
+  )  # fmt: skip
+
+
+class Flips(NamedTuple):
+  """Prompts that only one of two answers right, and p of McNemar's exact test, two-sided."""
 
   gained: int
   lost: int
   p: float
-  kl: tuple[float, float]
-  nll: tuple[float, float]
 
 
-def accuracy(right: np.ndarray) -> tuple[float, float, float]:
+def flips(other: Bool[np.ndarray, " n"], own: Bool[np.ndarray, " n"]) -> Flips:
+  """What changes from one set of answers to another of the same prompts."""
+  gained, lost = int((own & ~other).sum()), int((other & ~own).sum())
+  p = scipy.stats.binomtest(gained, gained + lost).pvalue if gained + lost else 1.0
+  return Flips(gained, lost, float(p))
+
+
+def accuracy(right: Bool[np.ndarray, " n"]) -> tuple[float, float, float]:
   """Share of right answers with its 95 % Wilson interval."""
   found = scipy.stats.binomtest(int(right.sum()), right.size)
   interval = found.proportion_ci(method="wilson")
   return float(right.mean()), float(interval.low), float(interval.high)
 
 
-def _mean(values: np.ndarray) -> tuple[float, float]:
+def mean(values: Float32[np.ndarray, " n"]) -> tuple[float, float]:
+  """Mean and its standard error."""
+  values = values.astype(np.float64)
   return float(values.mean()), float(values.std(ddof=1) / np.sqrt(values.size))
-
-
-def difference(
-    other: Float32[np.ndarray, "n V"],
-    arm: Float32[np.ndarray, "n V"],
-    answers: Int[np.ndarray, " n"],
-) -> Difference:
-  """Of logits for the same answers.
-
-  Args:
-    other: logits of the reference arm.
-    arm: logits of the arm.
-    answers: right ids.
-  """
-  base, own = (np.asarray(jax.nn.log_softmax(x.astype(np.float64))) for x in (other, arm))
-  right = [x.argmax(-1) == answers for x in (base, own)]
-  gained, lost = int((right[1] & ~right[0]).sum()), int((right[0] & ~right[1]).sum())
-  p = scipy.stats.binomtest(gained, gained + lost).pvalue if gained + lost else 1.0
-  at = np.arange(len(answers)), answers
-  kl = np.sum(np.exp(base) * (base - own), axis=-1)
-  return Difference(gained, lost, float(p), _mean(kl), _mean(base[at] - own[at]))

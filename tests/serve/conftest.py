@@ -171,11 +171,3 @@ def _forward(model, ids, ngrams):
 @pytest.fixture(scope="session")
 def served():
   return Served
-
-
-@pytest.fixture(scope="module")
-def quick_compile():
-  """Programs of one module are compiled without LLVM's optimisations: half the time."""
-  jax.config.update("jax_disable_most_optimizations", True)
-  yield
-  jax.config.update("jax_disable_most_optimizations", False)

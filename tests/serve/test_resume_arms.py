@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from deepseek_jax.eval.resume import Arms, accuracy, difference
+from deepseek_jax.eval.resume import Arms, Prompts, accuracy, answered, flips, mean
 from deepseek_jax.serve import replay
 
 W, C = 4, 20
@@ -51,16 +51,23 @@ def test_statistics_of_known_answers():
   share, low, high = accuracy(np.arange(100) < 90)
   assert share == 0.9
   np.testing.assert_allclose((low, high), (0.8256, 0.9448), atol=1e-4)  # Wilson, by hand
+  values = np.array([1, 2, 3, 2], np.float32)
+  assert mean(values) == pytest.approx((2.0, np.std(values, ddof=1) / 2))
   rng = np.random.default_rng(0)
-  base = rng.standard_normal((50, 8)).astype(np.float32)
+  base = rng.standard_normal((5, 10, 8)).astype(np.float32)
   answers = base.argmax(-1)
-  same = difference(base, base, answers)
-  assert same[:3] == (0, 0, 1.0)
-  assert same.kl == same.nll == (0.0, 0.0)
-  other = base.copy()
-  other[:6] = -base[:6]
-  lost = difference(base, other, answers)
-  assert (lost.gained, lost.lost) == (0, 6)
-  assert lost.p == 2 * 0.5**6
-  assert lost.kl[0] > 0
-  assert lost.nll[0] > 0
+  prompts = Prompts(np.zeros((5, 4), int), np.zeros((5, 10, 2), int), answers, answers)
+  worse = base.copy()
+  worse.reshape(-1, 8)[:6] = -base.reshape(-1, 8)[:6]
+  found = answered({"A": base, "B": base, "C": base, "D": worse, "E": base}, prompts)
+  a, b, c, d, _ = found.right
+  assert a.all()
+  assert flips(a, b) == (0, 0, 1.0)
+  assert flips(c, d) == (0, 6, 2 * 0.5**6)
+  assert flips(d, c) == (6, 0, 2 * 0.5**6)
+  log_p = jax.nn.log_softmax(base.reshape(-1, 8))
+  np.testing.assert_allclose(found.nll[0], -log_p.max(-1), atol=1e-6)
+  np.testing.assert_allclose(found.kl[0], 0, atol=1e-7)
+  assert (found.kl[1, :6] > 0).all()
+  np.testing.assert_allclose(found.kl[1, 6:], 0, atol=1e-7)
+  np.testing.assert_array_equal(found.noise, 0)
