@@ -13,6 +13,8 @@ from deepseek_jax.nn.transformer import Transformer
 from deepseek_jax.serve import decode
 from scripts import bench_serve
 
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
 # A layer in the encoder and one in the decoder, of about the same cost.
 MODEL = ModelConfig(
     vocab_size=16, hidden_size=32, moe_intermediate_size=16, num_hidden_layers=2,
@@ -21,13 +23,6 @@ MODEL = ModelConfig(
     compress_ratios=(2, 1), kv_source_layer_ids=(0, 1), index_source_layer_ids=(0, 1),
     index_n_heads=2, index_head_dim=32, index_topk=4, max_position_embeddings=4096,
 )  # fmt: skip
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick_compile():
-  jax.config.update("jax_disable_most_optimizations", True)
-  yield
-  jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.fixture(scope="module")

@@ -18,17 +18,12 @@ from deepseek_jax.train import loss, rollouts
 from tests.train import policies
 from tests.train.policies import HITS, LENGTHS, NEW, PROMPT_LEN, Given, W
 
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
 REPLAYS = ReplayConfig(decoder_len=14, encoder=1.0)
 LINES = len(LENGTHS)
 # Draws of this seed end some responses early.
 SEED = 0
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _quick_compile():
-  jax.config.update("jax_disable_most_optimizations", True)
-  yield
-  jax.config.update("jax_disable_most_optimizations", False)
 
 
 class Seen(NamedTuple):
