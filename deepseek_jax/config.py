@@ -321,7 +321,8 @@ class Config:
 
   def _check_rollout(self, train: TrainConfig, r: RolloutConfig) -> None:
     """Whatever is written must fit into the lines that train on it."""
-    require(self.mesh.devices == 1, "mesh", self.mesh, "one device with train.rollout")
+    seq = self.mesh.seq
+    require(seq == 1, "mesh.seq", seq, "1 with train.rollout; serving does not divide rows")
     again = 2 if train.replay and train.replay.encoder else 1
     most, w = again * (r.prompt_len + r.max_new_tokens), self.model.sliding_window
     require(train.seq_len >= most, "train.seq_len", train.seq_len, f"at least {most} for rollouts")

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
@@ -168,6 +169,21 @@ def batch_spec(leading: int = 0) -> PartitionSpec:
 def placed(specs: Any, mesh: Mesh) -> Any:
   """NamedShardings of a tree of PartitionSpecs."""
   return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=_is_spec)
+
+
+def put(tree: Any, specs: Any, mesh: Mesh) -> Any:
+  """Arrays that every process has whole, on the devices of all."""
+  make = lambda a, at: jax.make_array_from_callback(a.shape, at, np.asarray(a).__getitem__)
+  return jax.tree.map(make, tree, placed(specs, mesh))
+
+
+def spread(params: Any, mesh: Mesh | None, *, dense: bool = True) -> Any:
+  """Shapes of parameters with where they lie; without a mesh as they are."""
+  if mesh is None:
+    return params
+  at = placed(parameter_specs(params, mesh, dense=dense), mesh)
+  struct = lambda a, at: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=at)
+  return jax.tree.map(struct, params, at)
 
 
 def cache_specs(cache: Any) -> Any:

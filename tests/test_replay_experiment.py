@@ -151,8 +151,8 @@ def test_a_run_is_kept_pooled_and_written(config, tmp_path, quick_compile, monke
   assert "### text" in table
   assert {line.count("|") for line in table.splitlines() if line.startswith("|")} >= {11}
   replay_report.plots(again, tmp_path)
-  plots = {path.name for path in tmp_path.glob("*.png")}
-  assert plots == {"accuracy.png", "cost.png", "spans.png", "text.png"}
+  plots = {path.name for path in tmp_path.glob("*.svg")}
+  assert plots == {"accuracy.svg", "cost.svg", "spans.svg", "text.svg"}
   short = replay_report.short(again | {"seconds": 1, "cost": {}})
   assert set(short["accuracy"]["nested/open"]) == set(TRAININGS)
   assert set(short["accuracy"]["nested/open"]["both"]) == set(resume.ARMS)

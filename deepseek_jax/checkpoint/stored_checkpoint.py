@@ -4,9 +4,12 @@ import json
 import pathlib
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import Mesh
 
+from deepseek_jax import sharding
 from deepseek_jax.checkpoint import conversion, released_export, side_files, training
 from deepseek_jax.checkpoint.array_store import ArrayReader
 from deepseek_jax.config import Config
@@ -17,13 +20,14 @@ from deepseek_jax.quantised import dequantised
 
 
 def load_model(
-    directory: str | pathlib.Path, *, dequantise: bool = True
+    directory: str | pathlib.Path, *, dequantise: bool = True, mesh: Mesh | None = None
 ) -> tuple[Config, Transformer, int]:
   """As `training.load_model`, for checkpoints of `released_import.to_training` as well.
 
   Args:
     directory: the workdir, or its folder `checkpoints`.
     dequantise: decode weights to `compute.param_dtype`; else they are `Quantised` in the model.
+    mesh: whose devices read their parts; None for one device.
 
   Raises:
     ValueError: no checkpoint, or none that is whole.
@@ -33,35 +37,43 @@ def load_model(
   config = build(Config, json.loads(checkpoints.config()))
   if config.train is not None and config.train.init:
     checkpoints.close()
-    return _on_base(checkpoints, config, dequantise)
+    return _on_base(checkpoints, config, dequantise, mesh)
   if record is None or not any(name.endswith(".codes") for name in record["arrays"]):
     checkpoints.close()
-    return training.load_model(directory)
+    return training.load_model(directory, mesh)
   planned = released_export.saved_plan(config, record)
   model = conversion.abstract_model(config)
   if any(".lora." in name for name in record["arrays"]):
     model = adapt(model, config.lora, rngs=nnx.Rngs(0))
   graph, low_rank, _ = nnx.split(model, nnx.LoRAParam, ...)
-  restored = checkpoints.restore({"params": nnx.merge_state(planned, low_rank)})
+  dense = config.compute.spread_dense
+  wanted = sharding.spread(nnx.merge_state(planned, low_rank), mesh, dense=dense)
+  restored = checkpoints.restore({"params": wanted})
   checkpoints.close()
   state = restored.state["params"]
   if dequantise:
-    state = dequantised(state, jnp.dtype(config.compute.param_dtype))
+    decode = lambda state: dequantised(state, jnp.dtype(config.compute.param_dtype))
+    if mesh is not None:
+      shapes = sharding.spread(jax.eval_shape(decode, state), mesh, dense=dense)
+      decode = jax.jit(decode, out_shardings=jax.tree.map(lambda a: a.sharding, shapes))
+    state = decode(state)
   return config, nnx.merge(graph, state), restored.step
 
 
 def _on_base(
-    checkpoints: training.Checkpoints, config: Config, dequantise: bool
+    checkpoints: training.Checkpoints, config: Config, dequantise: bool, mesh: Mesh | None
 ) -> tuple[Config, Transformer, int]:
   """A run that started from a checkpoint: that one's model with what the run has changed."""
   saved = _record(checkpoints)
   if saved is None:
     raise ValueError(f"restore from {checkpoints.directory}: the newest checkpoint is damaged")
-  _, model, _ = load_model(config.train.init, dequantise=dequantise)
+  _, model, _ = load_model(config.train.init, dequantise=dequantise, mesh=mesh)
   side_files.check_model(config.model, model.config, f"train.init {config.train.init}")
   graph, state = nnx.split(adapt(model, config.lora, rngs=nnx.Rngs(0)))
   there = lambda path, _: f"params.{'.'.join(map(str, path))}" in saved["arrays"]
-  restored = checkpoints.restore({"params": nnx.filter_state(state, there)})
+  changed = nnx.filter_state(state, there)
+  changed = sharding.spread(changed, mesh, dense=config.compute.spread_dense)
+  restored = checkpoints.restore({"params": changed})
   checkpoints.close()
   return config, nnx.merge(graph, nnx.merge_state(state, restored.state["params"])), restored.step
 

@@ -11,7 +11,9 @@ import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from absl import logging
 from flax import nnx
+from jax.sharding import Mesh
 
+from deepseek_jax import sharding
 from deepseek_jax.checkpoint import checksum, processes
 from deepseek_jax.checkpoint import record as records
 from deepseek_jax.checkpoint.record import DamagedError, FormatError
@@ -302,11 +304,14 @@ def open_workdir(directory: str | pathlib.Path, *, keep: int = 2) -> Checkpoints
   return Checkpoints(inside if inside.is_dir() else directory, keep=keep)
 
 
-def load_model(directory: str | pathlib.Path) -> tuple[Config, Transformer, int]:
+def load_model(
+    directory: str | pathlib.Path, mesh: Mesh | None = None
+) -> tuple[Config, Transformer, int]:
   """Configuration, model and step of the newest whole checkpoint; reads the parameters alone.
 
   Args:
     directory: workdir of a training run, or its folder `checkpoints`.
+    mesh: whose devices read their parts; None for one device.
 
   Raises:
     ValueError: no checkpoint, or none that is whole.
@@ -315,6 +320,7 @@ def load_model(directory: str | pathlib.Path) -> tuple[Config, Transformer, int]
   config = build(Config, json.loads(checkpoints.config()))
   model = nnx.eval_shape(lambda: Transformer(config.model, config.compute, rngs=nnx.Rngs(0)))
   graphdef, shapes = nnx.split(adapt(model, config.lora, rngs=nnx.Rngs(0)))
+  shapes = sharding.spread(shapes, mesh, dense=config.compute.spread_dense)
   restored = checkpoints.restore({"params": shapes})
   checkpoints.close()
   return config, nnx.merge(graphdef, restored.state["params"]), restored.step

@@ -267,12 +267,12 @@ def tables(result: dict[str, Any]) -> str:
 
 
 def plots(result: dict[str, Any], folder: pathlib.Path) -> None:
-  """`accuracy.png`, `cost.png`, `spans.png` of the tasks, and `text.png`."""
+  """`accuracy.svg`, `cost.svg`, `spans.svg` of the tasks, and `text.svg`."""
   for name, draw in (
       ("accuracy", draw_accuracy), ("cost", draw_cost), ("spans", draw_spans), ("text", draw_text)
   ):  # fmt: skip
     if figure := draw(result):
-      figure.savefig(folder / f"{name}.png", dpi=110)
+      figure.savefig(folder / f"{name}.svg", metadata={"Date": None})
 
 
 _COLOURS = dict(zip(TRAININGS, ("#7f9fb5", "#0072b2", "#d55e00")))

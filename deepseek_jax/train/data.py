@@ -11,6 +11,7 @@ import jax
 import numpy as np
 from jaxtyping import Float32, Int32
 
+from deepseek_jax import sharding
 from deepseek_jax import tokenizer as tok
 from deepseek_jax.nn.rows import DecoderRows, Reads, Rows
 from deepseek_jax.nn.transformer import Routes
@@ -56,6 +57,15 @@ class Batch(NamedTuple):
   weights: Float32[np.ndarray, "*B D"]
   decoder: DecoderRows | None = None
   policy: Policy | None = None
+
+
+def batch_specs(batch: Batch, leading: int = 0) -> Batch:
+  """PartitionSpecs of a batch, `leading` axes before the lines; experts lead with layers too."""
+  specs = jax.tree.map(lambda _: sharding.batch_spec(leading), batch)
+  if batch.policy is None:
+    return specs
+  routes = jax.tree.map(lambda _: sharding.batch_spec(leading + 1), batch.policy.routes)
+  return specs._replace(policy=specs.policy._replace(routes=routes))
 
 
 class PackedBatch(NamedTuple):

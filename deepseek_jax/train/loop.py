@@ -12,7 +12,7 @@ import numpy as np
 import rich.console
 import rich.progress
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 
 from deepseek_jax import distributed, sharding
 from deepseek_jax import tokenizer as tok
@@ -41,8 +41,8 @@ class Data(NamedTuple):
   teacher: tuple[Transformer, ...] = ()
 
 
-def load_data(config: Config) -> Data:
-  """Conversations of `config.data`, split and packed.
+def load_data(config: Config, mesh: Mesh | None = None) -> Data:
+  """Conversations of `config.data`, split and packed; responses are written on the run's mesh.
 
   Raises:
     ValueError: no train section, an unfit conversation, a model that does not fit the tokenizer, an
@@ -65,9 +65,11 @@ def load_data(config: Config) -> Data:
         f"model.engram_compressed_vocab_size is {m.engram_compressed_vocab_size}; it must be"
         f" {classes.max() + 1}, the classes of data.tokenizer {d.tokenizer!r}"
     )
-  written = functools.partial(OnPolicy, config, tokenizer, step.abstract_model(config)[0])
+  graphdef, _ = step.abstract_model(config)
+  written = functools.partial(OnPolicy, config, tokenizer, graphdef, mesh=mesh)
+  teacher = load_teacher(config, mesh)
   if t.rollout is not None and t.rollout.prompts != "data":
-    return Data(tokenizer, None, written(), [], load_teacher(config))
+    return Data(tokenizer, None, written(), [], teacher)
   found = (
       conversations.chatterbot_conversations()
       if d.source == "chatterbot"
@@ -91,7 +93,7 @@ def load_data(config: Config) -> Data:
   batches = [collate(rows) for rows in _batches(held_out, config)]
   if t.rollout is not None:
     pipeline = written(training.examples)
-  return Data(tokenizer, training, pipeline, batches, load_teacher(config))
+  return Data(tokenizer, training, pipeline, batches, teacher)
 
 
 def _batches(views: Views, config: Config) -> list[list[list[int]]]:
@@ -122,8 +124,7 @@ def _placed(batch: data.Batch, mesh: Mesh | None) -> data.Batch:
   """A batch that every process has packed, on the devices of all."""
   if mesh is None:
     return batch
-  at = NamedSharding(mesh, sharding.batch_spec(leading=batch.tokens.ndim - 2))
-  return jax.tree.map(lambda a: jax.make_array_from_callback(a.shape, at, a.__getitem__), batch)
+  return sharding.put(batch, data.batch_specs(batch, leading=batch.tokens.ndim - 2), mesh)
 
 
 class _Display:
@@ -237,9 +238,9 @@ def run(
   # Before anything that waits for all: hosts that differ would hang, or train apart.
   distributed.agree("configuration", _digest(f"{resume} {config.to_json()}"))
   checkpoints = _open(config, workdir, resume)
-  source = load_data(config)
-  batches = iter(source.pipeline)
   mesh = _mesh(config)
+  source = load_data(config, mesh)
+  batches = iter(source.pipeline)
   distributed.agree("data", _digest(batches.get_state()["data"]))
   if resume:
     # The base, if there is one, is not saved again.

@@ -108,6 +108,6 @@ def sums(
       batch.tokens, batch.rows, batch.ngrams, batch.decoder, batch.policy and batch.policy.routes,
       index_loss=index_loss != "frozen", select_all=index_loss == "warmup",
   )  # fmt: skip
-  taught = None if teacher is None else _taught(teacher, batch)
+  taught = None if teacher is None else _taught(teacher.with_whole_ends(), batch)
   total = token_losses(model, out.hidden, batch, how, taught, chunk=model.compute.row_chunk * 4)
   return Sums(total, out.balance_loss, out.index_loss), out.load

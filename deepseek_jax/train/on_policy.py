@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh
 
 from deepseek_jax import tokenizer as tok
 from deepseek_jax.checkpoint.stored_checkpoint import load_model
@@ -59,16 +59,17 @@ class OnPolicy:
     tokenizer: of prompts and responses.
     graphdef: of the model.
     examples: conversations to take prompts from.
+    mesh: of the parameters; None for one device.
     reward: of a response and the right answer.
   """
 
   def __init__(
       self, config: Config, tokenizer: tok.Tokenizer, graphdef: nnx.GraphDef,
-      examples: Sequence[Example] = (), *,
+      examples: Sequence[Example] = (), *, mesh: Mesh | None = None,
       reward: Callable[[str, str], float] = tasks.exact_match,
   ):  # fmt: skip
     self._config, self._tokenizer, self._graphdef = config, tokenizer, graphdef
-    self._reward, self._how = reward, config.train.rollout
+    self._reward, self._how, self._mesh = reward, config.train.rollout, mesh
     model, t = config.model, config.train
     self._classes = tok.token_classes(tokenizer) if model.engram_layer_ids else None
     self._pad_class = 0 if self._classes is None else int(self._classes[tokenizer.pad_id])
@@ -181,12 +182,11 @@ class OnPolicy:
     )  # fmt: skip
     most = how.prompt_len + how.max_new_tokens
     cache = rollouts.empty_cache(model, len(texts), most, self._pad_class)
-    key = jax.random.fold_in(jax.random.key(config.train.seed), number)
-    classes = None if self._classes is None else jnp.asarray(self._classes)
     found = jax.device_get(
         rollouts.write(
-            model, cache, parts, jnp.asarray(floors), classes, key, new=how.max_new_tokens,
-            temperature=how.temperature, stop=self._tokenizer.eos_id,
+            model, cache, parts, floors, self._classes, (config.train.seed, number),
+            new=how.max_new_tokens, temperature=how.temperature, stop=self._tokenizer.eos_id,
+            mesh=self._mesh,
         )
     )  # fmt: skip
     return self._remembered(prompts, plans, parts, found)
@@ -254,8 +254,8 @@ class OnPolicy:
     return batch._replace(policy=batch.policy._replace(routes=routes))
 
 
-def load_teacher(config: Config) -> tuple[Transformer, ...]:
-  """The teacher of distillation; nothing for other objectives.
+def load_teacher(config: Config, mesh: Mesh | None = None) -> tuple[Transformer, ...]:
+  """The teacher of distillation, on the run's mesh; nothing for other objectives.
 
   Raises:
     ValueError: no whole checkpoint, or one that speaks other tokens than the student.
@@ -263,7 +263,7 @@ def load_teacher(config: Config) -> tuple[Transformer, ...]:
   rollout = config.train.rollout
   if rollout is None or rollout.objective != "distill":
     return ()
-  teacher, model, _ = load_model(rollout.teacher)
+  teacher, model, _ = load_model(rollout.teacher, mesh=mesh)
   for what, own, other in (
       ("vocab_size", config.model.vocab_size, teacher.model.vocab_size),
       ("tokenizer", config.data.tokenizer, teacher.data.tokenizer),

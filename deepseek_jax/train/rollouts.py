@@ -7,13 +7,15 @@ The experts of every row come back with the tokens: training sends the rows to t
 
 import functools
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
+from deepseek_jax import sharding
 from deepseek_jax import tokenizer as tok
 from deepseek_jax.cache import Cache
 from deepseek_jax.config import CacheFormats
@@ -29,9 +31,9 @@ _RECORDED = Pass(routes=True)
 class Part(NamedTuple):
   """Rows of all lines that are read together, padded on the right."""
 
-  tokens: Int[Array, "B T"]
+  tokens: Int[np.ndarray, "B T"]
   rows: Rows
-  ngrams: Int[Array, "B T n"] | None
+  ngrams: Int[np.ndarray, "B T n"] | None
 
 
 class Written(NamedTuple):
@@ -88,36 +90,70 @@ def parts_of(
     lengths = 0, 0, longest
   chunks = [prefill.Chunk(line, 0, n) for line, n in zip(lines, lengths) if n]
   floors = np.array([plan.decoder_floor for plan in plans], np.int32)
-  return [Part(*map(_on_device, (c.tokens, c.rows, c.ngrams))) for c in chunks], floors
-
-
-def _on_device(tree):
-  return jax.tree.map(jnp.asarray, tree)
+  return [Part(c.tokens, c.rows, c.ngrams) for c in chunks], floors
 
 
 def _routes(outs, rows: Rows) -> Int[Array, "layers B T X"]:
   return jnp.where((rows.segments > 0)[..., None], jnp.stack([o.routes for o in outs]), -1)
 
 
-@functools.partial(jax.jit, static_argnames=("new", "temperature", "stop"))
 def write(
-    model: Transformer, cache: Cache, parts: list[Part], floors: Int[Array, " B"],
-    classes: Int[Array, " V"] | None, key: Array, *, new: int, temperature: float, stop: int,
+    model: Transformer, cache: Cache, parts: list[Part], floors: Int[np.ndarray, " B"],
+    classes: Int[np.ndarray, " V"] | None, seed: tuple[int, int], *, new: int, temperature: float,
+    stop: int, mesh: Mesh | None = None,
 ) -> Written:  # fmt: skip
   """Reads prompts and writes up to `new` tokens behind each.
 
   Args:
-    model: the policy.
+    model: the policy; on a mesh where it lies there.
     cache: empty.
     parts: from `parts_of`.
     floors: of the decoder.
     classes: Engram class of every id, or None.
-    key: of the draws; a line's draws depend on it, on the line and on the step alone.
+    seed: of the run and of the rollout; a line's draws depend on it, on the line and on the step
+      alone.
     new: tokens of a response at most.
     temperature: of the draws; 0 takes the likeliest token.
     stop: id that ends a response.
+    mesh: whose devices write a share of the lines each; every process has them all afterwards.
   """
-  read = []
+  lines = np.arange(len(floors), dtype=np.int32)
+  rest = cache, parts, floors.astype(np.int32), lines, classes, np.array(seed, np.int32)
+  if mesh is not None:
+    rest = sharding.put(rest, _specs(*rest), mesh)
+  return program(model, *rest, new=new, temperature=temperature, stop=stop, mesh=mesh)
+
+
+def _specs(cache: Cache, *rest: Any) -> tuple:
+  """PartitionSpecs of `program`'s arguments behind the model."""
+  line, everyone = PartitionSpec(sharding.LINES), PartitionSpec()
+  of = lambda tree, spec: jax.tree.map(lambda _: spec, tree)
+  specs = map(of, rest, (line, line, line, everyone, everyone))
+  return sharding.cache_specs(cache), *specs
+
+
+@functools.partial(jax.jit, static_argnames=("new", "temperature", "stop", "mesh"))
+def program(model: Transformer, *rest: Any, mesh: Mesh | None, **how: Any) -> Written:
+  """`write`, compiled; on a mesh in one `shard_map`."""
+  if mesh is None:
+    return _written(model, *rest, **how)
+  line, by_layer = PartitionSpec(sharding.LINES), PartitionSpec(None, sharding.LINES)
+  weights = sharding.parameter_specs(model, mesh, dense=model.compute.spread_dense)
+  found = jax.shard_map(
+      lambda model, *rest: _written(model.with_whole_ends(), *rest, **how),
+      mesh=mesh, in_specs=(weights, *_specs(*rest)),
+      out_specs=Written(line, line, line, by_layer, by_layer, by_layer, by_layer), check_vma=False,
+  )(model, *rest)  # fmt: skip
+  everyone = NamedSharding(mesh, PartitionSpec())
+  return jax.tree.map(lambda a: jax.lax.with_sharding_constraint(a, everyone), found)
+
+
+def _written(
+    model: Transformer, cache: Cache, parts: list[Part], floors: Int[Array, " B"],
+    lines: Int[Array, " B"], classes: Int[Array, " V"] | None, seed: Int[Array, "2"], *, new: int,
+    temperature: float, stop: int,
+) -> Written:  # fmt: skip
+  key, read = jax.random.fold_in(jax.random.key(seed[0]), seed[1]), []
   for part in parts[:-1]:
     encoded = model.encode(part.tokens, part.rows, part.ngrams, cache, how=_RECORDED)
     cache = prefill.advance(encoded.cache, part.rows, part.ngrams, None)
@@ -128,7 +164,6 @@ def write(
   read.append(_routes(out.encoder, last.rows))
   newest = jnp.sum(last.rows.segments > 0, axis=1)[:, None, None] - 1
   logits = model.logits(jnp.take_along_axis(out.hidden, newest, axis=1))[:, 0]
-  lines = jnp.arange(floors.shape[0])
   one = lambda a: a[:, None]
 
   def body(state, number):

@@ -22,7 +22,7 @@ from deepseek_jax.nn.transformer import Transformer
 from deepseek_jax.parameter_paths import path_names
 from deepseek_jax.schedule import Schedule
 from deepseek_jax.train import loss, optimizer
-from deepseek_jax.train.data import Batch
+from deepseek_jax.train.data import Batch, batch_specs
 from deepseek_jax.train.learning_rate import learning_rate_schedule
 
 INDEXER = r"attn\.indexer\."
@@ -292,13 +292,20 @@ def make_gradient(
   everywhere = lambda a: jax.lax.psum(a, sharding.AXES)
   grad_specs = _specs(config, trained(config, shapes), mesh)
   everyone = PartitionSpec()
-  return jax.shard_map(
-      gradient,
-      mesh=mesh,
-      in_specs=(_specs(config, shapes, mesh), sharding.batch_spec(leading=1)),
-      out_specs=Gradient(grad_specs, everyone, everyone, everyone),
-      check_vma=False,
-  )
+
+  def split(params, batch, *teacher):
+    theirs = (
+        sharding.parameter_specs(one, mesh, dense=one.compute.spread_dense) for one in teacher
+    )
+    return jax.shard_map(
+        gradient,
+        mesh=mesh,
+        in_specs=(_specs(config, shapes, mesh), batch_specs(batch, leading=1), *theirs),
+        out_specs=Gradient(grad_specs, everyone, everyone, everyone),
+        check_vma=False,
+    )(params, batch, *teacher)
+
+  return split
 
 
 def _moved_biases(

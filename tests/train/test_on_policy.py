@@ -25,11 +25,10 @@ SEQ = dict(seq_len=144)
 
 @pytest.fixture
 def _written(monkeypatch):
-  """Rollouts that nothing is compiled for: a function of parameters, prompts and key."""
+  """Rollouts that nothing is compiled for: a function of parameters, prompts and seed."""
 
-  def write(model, cache, parts, floors, classes, key, *, new, temperature, stop):
-    known = [*jax.tree.leaves(nnx.state(model)), *(part.tokens for part in parts), floors]
-    known.append(jax.random.key_data(key))
+  def write(model, cache, parts, floors, classes, seed, *, new, temperature, stop, mesh):
+    known = [*jax.tree.leaves(nnx.state(model)), *(part.tokens for part in parts), floors, seed]
     rng = np.random.default_rng([zlib.crc32(np.asarray(a).tobytes()) for a in known])
     lines, model = len(floors), model.config
     experts = lambda n: rng.integers(0, model.n_routed_experts, (1, lines, n, 2), np.int32)
@@ -181,9 +180,9 @@ class TestBadInput:
     with pytest.raises(ValueError, match=message):
       experiment(SMALL, REPLAYS, dict(seq_len=seq_len), **change)
 
-  def test_a_mesh_of_several_devices(self):
-    with pytest.raises(ValueError, match="one device with train.rollout"):
-      dataclasses.replace(experiment(SMALL), mesh=MeshConfig(data=2))
+  def test_a_mesh_that_divides_rows(self):
+    with pytest.raises(ValueError, match="mesh.seq is 2; it must be 1 with train.rollout"):
+      dataclasses.replace(experiment(SMALL), mesh=MeshConfig(seq=2))
 
   def test_a_teacher_of_another_vocabulary(self, tmp_path):
     teacher = Config(model=dataclasses.replace(SMALL, vocab_size=65), compute=policies.COMPUTE)

@@ -218,7 +218,7 @@ class TestDraws:
     assert len({tuple(line) for line in alike._write(0).responses}) == LINES
 
   def test_one_program_serves_all_prompts_and_hits(self, replays):
-    before = rollouts.write._cache_size()
+    before = rollouts.program._cache_size()
     for lengths, ends in (
         ([1] * LINES, [0] * LINES),
         ([PROMPT_LEN] * LINES, [PROMPT_LEN] * LINES),
@@ -226,7 +226,7 @@ class TestDraws:
     ):
       made = Given(replays.config, policies.prompts(2, lengths, ends), reward=lambda *_: 0.0)
       made._write(1)
-    assert rollouts.write._cache_size() == before >= 1
+    assert rollouts.program._cache_size() == before >= 1
 
 
 @pytest.mark.slow
@@ -242,8 +242,7 @@ def test_the_likeliest_tokens_are_those_that_serving_writes():
   )
   cache = rollouts.empty_cache(model, LINES, PROMPT_LEN + NEW, 0)
   found = rollouts.write(
-      model, cache, parts, jnp.asarray(floors), None, jax.random.key(0), new=NEW, temperature=0.0,
-      stop=stop,
+      model, cache, parts, floors, None, (0, 0), new=NEW, temperature=0.0, stop=stop
   )  # fmt: skip
   tokens, live = np.asarray(found.tokens), np.asarray(found.live)
   for line, reply in enumerate(served):
