@@ -45,15 +45,31 @@ def folder(talk, tmp_path_factory):
   return folder
 
 
-def start(folder, name, count, mesh, *more, hosts=(None, None)):
+DISTILL = """
+import runpy
+
+def get_config():
+  config = runpy.run_path(BASE)["get_config"]()
+  config.train.update(steps=2, seq_len=32, eval_every=2, balance_loss=0.0)
+  config.train.replay = dict(decoder_len=30)
+  config.train.rollout = dict(
+      objective="distill", prompts="data", prompt_len=22, max_new_tokens=6, group=1, updates=1,
+      teacher=TEACHER,
+  )
+  return config
+"""
+
+
+def start(folder, name, count, mesh, *more, hosts=(None, None), config="config.py"):
   """The processes of a run, in folders of their own; CPU devices stand for the chips of a host."""
   with socket.create_server(("localhost", 0)) as server:
     port = server.getsockname()[1]
   command = [sys.executable, str(ROOT / "scripts" / "finetune.py"), "--json", *more]
-  command += [f"--config={folder / 'config.py'}", f"--workdir={folder / name}"]
+  command += [f"--config={folder / config}", f"--workdir={folder / name}"]
   command += [f"--config.mesh.{axis}={size}" for axis, size in mesh.items()]
   devices = int(np.prod(list(mesh.values()), dtype=int)) // count
   variables = {**os.environ, "JAX_NUM_CPU_DEVICES": str(devices), "PYTHONPATH": str(ROOT)}
+  variables["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"  # of LLVM: compilation takes most of a run
   several = [f"--address=localhost:{port}", f"--processes={count}", "--join_seconds=120"]
   return [
       subprocess.Popen(
@@ -101,6 +117,21 @@ def test_two_processes_have_the_losses_of_one_and_one_writes(folder, whole):
   summaries = [out.splitlines() for out, _ in told]
   assert json.loads(summaries[0][-1])["steps"] == STEPS
   assert not any(line.startswith("{") for line in summaries[1])  # process 0 alone reports
+
+
+def test_two_processes_distil_what_one_does(folder, whole):
+  """Each writes its share of the responses and reads its share of the teacher."""
+  given = f"BASE, TEACHER = {str(folder / 'config.py')!r}, {str(folder / 'one')!r}\n"
+  (folder / "distill.py").write_text(given + DISTILL)
+  found = []
+  for name, count, mesh in (("alone", 1, {"data": 1}), ("pair", 2, {"fsdp": 4, "expert": 2})):
+    statuses, told = ended(start(folder, name, count, mesh, config="distill.py"))
+    assert statuses == [0] * count, told
+    lines = [json.loads(line) for line in (folder / name / "metrics.jsonl").open()]
+    found.append([(r["loss"], r["response_tokens"]) for r in lines])
+  assert len(found[0]) == 2
+  assert min(loss for loss, *_ in found[0]) > 1e-3
+  np.testing.assert_allclose(found[1], found[0], atol=1e-5)
 
 
 def test_sigterm_to_one_ends_all_with_a_checkpoint_that_other_hosts_continue(folder, whole):
