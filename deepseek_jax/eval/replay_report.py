@@ -31,10 +31,12 @@ def cell(answers: Answers, exact: Answers) -> dict[str, Any]:
   }  # fmt: skip
   for number, (other, arm) in enumerate(resume.PAIRS):
     a, b = resume.ARMS.index(other), resume.ARMS.index(arm)
+    cost = answers.nll[b] - answers.nll[a]
     found[f"{arm}_against_{other}"] = {
         **resume.flips(answers.right[a], answers.right[b])._asdict(),
-        "nll": resume.mean(answers.nll[b] - answers.nll[a]),
+        "nll": resume.mean(cost),
         "kl": resume.mean(answers.kl[number]),
+        "nll_over_exact": resume.mean(cost - (exact.nll[b] - exact.nll[a])),
     }
   found["against_exact"] = {
       arm: {
@@ -204,7 +206,6 @@ def tables(result: dict[str, Any]) -> str:
         f"### {name}\n\nW = {own['window']}, {result['seeds']} seeds, {n} prompts a row,"
         f" fine-tuned for {own['steps']} steps.\n"
     )
-    heads = ["distance", "fine-tuned on", *resume.ARMS, "B for A", "p", "D for C", "p"]
     heads = ["distance, fine-tuned on", *resume.ARMS, "B flips A, p", "D flips C, p"]
     heads += ["B − A, nats", "D − C, nats"]
     rows = [
@@ -230,6 +231,7 @@ def tables(result: dict[str, Any]) -> str:
     parts.append(_table(heads, rows))
     heads = ["distance, fine-tuned on; against exact rows"]
     heads += [f"{arm}: {what}" for arm in "ABD" for what in ("flips, p", "nats")]
+    heads += ["B − A, nats", "D − C, nats"]
     rows = []
     for d, trainings in cells:
       for training in TRAININGS[1:]:
@@ -237,6 +239,8 @@ def tables(result: dict[str, Any]) -> str:
         row = [f"{d}, {training}"]
         for arm in "ABD":
           row += [_flips(against[arm]), _nats(against[arm]["nll"])]
+        for pair in ("B_against_A", "D_against_C"):
+          row.append(_nats(trainings[training][pair]["nll_over_exact"]))
         rows.append(row)
     parts.append(_table(heads, rows))
   for name, own in result["texts"].items():
