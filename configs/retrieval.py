@@ -1,9 +1,10 @@
-"""A model that finds buried facts, small enough to be taught on two cores.
+"""The model of the replay experiment, small enough to be taught on two cores.
 
 Source: every kind of layer in seven: a window layer, a Full layer of ratio 2 and one that reuses it
 in the encoder; Full with the candidate pool, Reuse, Reindex and Reuse in the decoder.
 
-Command: `scripts/experiment_replay.py`, which brings its own documents (`eval/retrieval.py`).
+Command: `scripts/experiment_replay.py`, which brings its own documents and sets window and
+vocabulary (`eval/retrieval.py`, `brackets.py`, `replay_text.py`).
 """
 
 import ml_collections
