@@ -50,15 +50,15 @@ def _settings():
       window=16,
       teach=(
           Phase(200, 8, 256, 16, 48, questions=16, facts=6),
-          Phase(150, 8, 256, 24, 128, questions=16, learning_rate=5e-3),
-          Phase(120, 2, 2304, 64, 2048, questions=24, facts=24, learning_rate=5e-3),
+          Phase(120, 8, 256, 24, 128, questions=16, learning_rate=5e-3),
+          Phase(100, 2, 2304, 64, 2048, questions=24, facts=24, learning_rate=5e-3),
       ),
       tune=Phase(40, 2, 1408, 1024, 1024, distances=(2, 40), learning_rate=2e-3),
       measures=(
-          Measure("buried", retrieval.Task(1024, 32), (2, 32), (0, 256, 512, 768, 1025), 672),
-          Measure("buried_2048", retrieval.Task(2048, 32), (2,), (0, 512, 1024, 1536, 2049), 672),
+          Measure("buried", retrieval.Task(1024, 32), (2, 32), (0, 342, 683, 1025), 512),
+          Measure("buried_2048", retrieval.Task(2048, 32), (2,), (0, 683, 1366, 2049), 512),
           # The last W rows of seven layers.
-          Measure("recent", retrieval.Task(1024, 8, farthest=112), (2,), (0, 16, 32, 113), 512),
+          Measure("recent", retrieval.Task(256, 8, farthest=112), (2,), (0, 38, 75, 113), 512),
       ),
   )
 
