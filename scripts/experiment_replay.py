@@ -51,12 +51,11 @@ def _settings():
       teach=(
           Phase(200, 8, 256, 16, 48, questions=16, facts=6),
           Phase(120, 8, 256, 24, 128, questions=16, learning_rate=5e-3),
-          Phase(100, 2, 2304, 64, 2048, questions=24, facts=24, learning_rate=5e-3),
+          Phase(80, 4, 1280, 64, 1024, questions=24, facts=24, learning_rate=5e-3),
       ),
       tune=Phase(40, 2, 1408, 1024, 1024, distances=(2, 40), learning_rate=2e-3),
       measures=(
           Measure("buried", retrieval.Task(1024, 32), (2, 32), (0, 342, 683, 1025), 512),
-          Measure("buried_2048", retrieval.Task(2048, 32), (2,), (0, 683, 1366, 2049), 512),
           # The last W rows of seven layers.
           Measure("recent", retrieval.Task(256, 8, farthest=112), (2,), (0, 38, 75, 113), 512),
       ),
