@@ -77,8 +77,8 @@ def _settings():
     )  # fmt: skip
 
   pieces = replay_text.Pieces(512, 0, 0), replay_text.Pieces(512, 6, 32)
-  text = lambda window: replay_text.Setting(f"text_w{window}", window, *pieces, 400, 100, 192)
-  return (nested(4), nested(8), nested(16), text(4), facts, text(16))
+  text = replay_text.Setting("text_w4", 4, *pieces, steps=400, tune_steps=100, documents=192)
+  return (nested(4), nested(16), text, facts)
 
 
 class _Say:
