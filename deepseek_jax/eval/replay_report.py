@@ -348,6 +348,7 @@ def draw_spans(result: dict[str, Any]):
     labels = [f"{low}–{high - 1}" for low, high in (one["span"] for one in spans)]
     axes.set_xticks(range(len(labels)), labels)
     axes.set(title=f"{name}, {distance} after", xlabel="tokens from source to boundary")
+    axes.set_ylim(0, 1.03)
   panels[0, 0].set_ylabel("exact match")
   panels[0, 0].legend(fontsize=7)
   return figure
