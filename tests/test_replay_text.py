@@ -80,14 +80,3 @@ def test_costs_by_arm(config):
   assert {values.shape for values in found.values()} == {(8, PIECES.response)}
   assert np.abs(found["D"] - found["B"]).max() > 1e-6
   assert np.abs(found["B"] - found["A"]).max() > 1e-6
-
-
-def test_costs_by_distance():
-  base = np.zeros((4, 32), np.float32)
-  d = base.copy()
-  d[:, 0] = [1.0, 2.0, 3.0, 2.0]
-  found = text.by_distance({"A": base, "B": base, "D": d})
-  assert found["B_over_A"]["all"] == (0.0, 0.0)
-  assert found["D_over_B"]["1"] == pytest.approx((2.0, np.std([1, 2, 3, 2], ddof=1) / 2))
-  assert found["D_over_B"]["2"] == (0.0, 0.0)
-  assert found["D_over_B"]["all"][0] == pytest.approx(2.0 / 32)
