@@ -202,6 +202,13 @@ def equal_steps(
   return {training: round(steps * found["exact"] / value) for training, value in found.items()}
 
 
+def of_steps(config: Config, steps: int) -> Config:
+  """For another number of steps, with at most as many to warm up."""
+  warmup = min(config.train.warmup_steps, steps)
+  train = dataclasses.replace(config.train, steps=steps, warmup_steps=warmup)
+  return dataclasses.replace(config, train=train)
+
+
 def tuning(
     setting: Setting, config: Config, training: str, seed: int = 0
 ) -> tuple[Config, Callable[[int], Batch]]:
@@ -238,7 +245,7 @@ def learn(
 
     def tune(training=training):
       one, batch = tuning(setting, config, training, seed)
-      one = dataclasses.replace(one, train=dataclasses.replace(one.train, steps=steps[training]))
+      one = of_steps(one, steps[training])
       return train(one, batch, params, telling(say, f"{name}, {training}", steps[training]))
 
     found[training] = kept(workdir / f"{name}_{training}.npz", like, tune)

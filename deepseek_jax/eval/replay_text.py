@@ -220,7 +220,7 @@ def run(
 
     def tune(training=training):
       one, batch = tuning(setting, config, training, seed)
-      one = dataclasses.replace(one, train=dataclasses.replace(one.train, steps=steps[training]))
+      one = experiment.of_steps(one, steps[training])
       tell = experiment.telling(say, f"{name}, {training}", steps[training])
       return experiment.train(one, batch, taught, tell)
 
