@@ -171,19 +171,23 @@ def placed(specs: Any, mesh: Mesh) -> Any:
   return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=_is_spec)
 
 
-def put(tree: Any, specs: Any, mesh: Mesh) -> Any:
+def put(tree: Any, shardings: Any) -> Any:
   """Arrays that every process has whole, on the devices of all."""
   make = lambda a, at: jax.make_array_from_callback(a.shape, at, np.asarray(a).__getitem__)
-  return jax.tree.map(make, tree, placed(specs, mesh))
+  return jax.tree.map(make, tree, shardings)
+
+
+def shapes(tree: Any, specs: Any, mesh: Mesh) -> Any:
+  """Shapes of arrays that lie by their PartitionSpecs."""
+  struct = lambda a, at: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=at)
+  return jax.tree.map(struct, tree, placed(specs, mesh))
 
 
 def spread(params: Any, mesh: Mesh | None, *, dense: bool = True) -> Any:
   """Shapes of parameters with where they lie; without a mesh as they are."""
   if mesh is None:
     return params
-  at = placed(parameter_specs(params, mesh, dense=dense), mesh)
-  struct = lambda a, at: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=at)
-  return jax.tree.map(struct, params, at)
+  return shapes(params, parameter_specs(params, mesh, dense=dense), mesh)
 
 
 def cache_specs(cache: Any) -> Any:

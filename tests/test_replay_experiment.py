@@ -1,6 +1,7 @@
 """The experiment end to end at small sizes: what is kept, what is pooled, what is written."""
 
 import dataclasses
+import functools
 import json
 import pathlib
 
@@ -31,12 +32,11 @@ def config():
   return Config.from_config_dict(cli.load(str(ROOT / "configs" / "retrieval.py")))
 
 
-def made(n, right, nll=None, spans=None):
+def made(n, right, nll):
   """Answers of which the arms have so many right, the first ones."""
   right = np.arange(n) < np.array(right)[:, None]
-  nll = np.zeros((5, n), np.float32) if nll is None else nll
   nothing = np.zeros((2, n), np.float32)
-  return Answers(right, nll, nothing, nothing, np.arange(n) if spans is None else spans)
+  return Answers(right, nll, nothing, nothing, np.arange(n))
 
 
 @pytest.mark.parametrize("training", TRAININGS)
@@ -48,23 +48,25 @@ def test_lines_have_room_for_every_draw(config, phase, training):
   """No turn is lost where documents are replayed: every line has its documents whole."""
   setting = dataclasses.replace(NESTED, tune=phase, window=16)
   one, batch = experiment.tuning(setting, config, training)
-  hits, most = 0, 0
+  hits = 0
   for number in range(10):
     found = batch(number)
     asked = found.weights.sum(-1)
     assert (asked >= phase.questions).all()
     assert (asked % phase.questions == 0).all()
-    most = max(most, int(asked.max()))
     hits += found.rows.reads is not None and bool((found.rows.reads.base > 0).any())
   assert (hits > 5) == (training == "both")
-  assert one.train.replay == experiment.replay_of(training, setting.config(config), phase)
+  assert (one.train.replay is None) == (training == "exact")
 
 
 def test_trainings_get_the_same_flops(config, monkeypatch):
-  counts = {"exact": 6.0, "decoder": 4.0, "both": 9.0}
-  monkeypatch.setattr(experiment, "flops", lambda case, batch: counts[case])
-  found = experiment.equal_steps(30, lambda training: (training, lambda number: None))
-  assert found == {"exact": 30, "decoder": 45, "both": 20}
+  """Counted on each one's own program: here by the rows of its decoder."""
+  rows = lambda one, batch: float(batch.targets.size)
+  monkeypatch.setattr(experiment, "flops", rows)
+  phase = Phase(30, 2, 120, 60, 60, questions=4)
+  setting = dataclasses.replace(NESTED, tune=phase)
+  found = experiment.equal_steps(functools.partial(experiment.tuning, setting, config))
+  assert found == {"exact": 30, "decoder": 30 * 120 // 20, "both": 30 * 120 // 20}
 
 
 def test_cells_count_what_is_known():
@@ -115,12 +117,18 @@ def test_prompts_are_the_same_for_every_model_and_come_in_batches_of_one_shape()
 def test_a_run_is_kept_pooled_and_written(config, tmp_path, quick_compile, monkeypatch):
   said = []
   # Training itself: `make experiment-quick`.
-  drawn = lambda one, batch, params, tell: step.init_state(one).params
+  asked = []
+
+  def drawn(one, batch, params, tell):
+    asked.append((one.train.steps, one.train.warmup_steps))
+    return step.init_state(one).params
+
   monkeypatch.setattr(experiment, "train", drawn)
   # Counting FLOPs compiles three programs more.
-  experiment.write_json(tmp_path / "nested_steps.json", dict.fromkeys(TRAININGS, 2))
+  experiment.write_json(tmp_path / "nested_steps.json", dict(zip(TRAININGS, (2, 3, 1))))
   for seed in (0, 1):
     experiment.run(NESTED, config, seed, tmp_path, said.append)
+  assert asked == [(1, 1), (2, 2), (3, 2), (1, 1)] * 2
   first = {path.name: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
   experiment.run(NESTED, config, 1, tmp_path, said.append)
   assert {path.name: path.stat().st_mtime_ns for path in tmp_path.iterdir()} == first
@@ -157,5 +165,10 @@ def test_a_run_is_kept_pooled_and_written(config, tmp_path, quick_compile, monke
   plots = {path.name for path in tmp_path.glob("*.svg")}
   assert plots == {"accuracy.svg", "cost.svg", "spans.svg", "text.svg"}
   short = replay_report.short(again | {"seconds": 1, "cost": {}})
-  assert set(short["accuracy"]["nested/open"]) == set(TRAININGS)
-  assert set(short["accuracy"]["nested/open"]["both"]) == set(resume.ARMS)
+  assert short["accuracy"] is short["prompts"] is None  # of buried facts
+  assert short["prompts_by_setting"] == {"nested/open": 8}
+  again["settings"]["facts/buried"] = again["settings"].pop("nested/open")
+  short = replay_report.short(again | {"seconds": 1, "cost": {}})
+  assert short["prompts"] == 8
+  assert short["accuracy"]["both"]["A"] == round(cells["1"]["both"]["accuracy"]["A"][0], 4)
+  assert set(short["accuracy"]["both"]) == set(resume.ARMS)

@@ -14,7 +14,7 @@ from deepseek_jax.eval.resume import Prompts
 from deepseek_jax.fields import require
 from deepseek_jax.train.conversations import Example
 
-PAD, CLOSE = 0, 1
+CLOSE = 1  # 0 is padding, as of `retrieval`.
 FILLERS, OPENERS, KINDS = (2, 32), (32, 48), (48, 64)
 
 

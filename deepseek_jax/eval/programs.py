@@ -26,10 +26,6 @@ from deepseek_jax.train import step
 from deepseek_jax.train.data import Batch
 
 
-def _shape(a, at: jax.sharding.Sharding | None = None) -> jax.ShapeDtypeStruct:
-  return jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=at)
-
-
 def parameter_shapes(config: Config) -> dict[str, tuple[int, ...]]:
   """Shapes that the experiment's model allocates, by dotted path; for `ledger.Ledger.of`."""
   build = lambda: Transformer(config.model, config.compute, rngs=nnx.Rngs(0))
@@ -72,8 +68,7 @@ def _on(mesh: Mesh | None, fn: Callable, model: Transformer, cache: Cache, *rest
       lambda model, *rest: fn(model.with_whole_ends(), *rest),
       mesh=mesh, in_specs=specs, out_specs=(specs[1], lines), check_vma=False,
   )  # fmt: skip
-  args = jax.tree.map(_shape, (model, cache, *rest), sharding.placed(specs, mesh))
-  return split, args, (1,)
+  return split, sharding.shapes((model, cache, *rest), specs, mesh), (1,)
 
 
 def decode_step(config: Config, *, batch: int, capacity: int, mesh: Mesh | None = None) -> tuple:

@@ -27,6 +27,8 @@ from deepseek_jax.train.data import Batch, collate, pack
 from deepseek_jax.train.turns import Turn, Views
 
 TRAININGS = "exact", "decoder", "both"
+# A configuration, and the batch of every step from 0.
+Case = tuple[Config, Callable[[int], Batch]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -192,13 +194,11 @@ def flops(config: Config, batch: Batch) -> float:
   return lowered.compile().cost_analysis()["flops"]
 
 
-def equal_steps(
-    steps: int, case: Callable[[str], tuple[Config, Callable[[int], Batch]]]
-) -> dict[str, int]:
-  """Steps of every training that take the FLOPs of so many exact ones."""
-  found = {
-      training: flops(one, batch(0)) for training in TRAININGS for one, batch in [case(training)]
-  }
+def equal_steps(case: Callable[[str], Case]) -> dict[str, int]:
+  """Steps of every training that take the FLOPs of the exact one."""
+  cases = {training: case(training) for training in TRAININGS}
+  found = {training: flops(one, batch(0)) for training, (one, batch) in cases.items()}
+  steps = cases["exact"][0].train.steps
   return {training: round(steps * found["exact"] / value) for training, value in found.items()}
 
 
@@ -209,47 +209,45 @@ def of_steps(config: Config, steps: int) -> Config:
   return dataclasses.replace(config, train=train)
 
 
-def tuning(
-    setting: Setting, config: Config, training: str, seed: int = 0
-) -> tuple[Config, Callable[[int], Batch]]:
-  """The fine-tuning of a training: its configuration and its batches by step."""
+def tuning(setting: Setting, config: Config, training: str, seed: int = 0) -> Case:
+  """The fine-tuning of a training, for `setting.tune.steps` steps."""
   phase, config = setting.tune, setting.config(config)
   one = config_of(config, phase, replay_of(training, config, phase))
   return one, lambda number: batch_of((seed, 100, number), phase, one)
 
 
-def steps_of(setting: Setting, config: Config, workdir: pathlib.Path) -> dict[str, int]:
-  """Of every training's fine-tuning."""
-  make = lambda: equal_steps(setting.tune.steps, functools.partial(tuning, setting, config))
-  return kept_json(workdir / f"{setting.name}_steps.json", make)
+def steps_of(name: str, case: Callable[[str], Case], workdir: pathlib.Path) -> dict[str, int]:
+  """`equal_steps` of a setting, counted once for all of its seeds."""
+  return kept_json(workdir / f"{name}_steps.json", lambda: equal_steps(case))
 
 
 def learn(
-    setting: Setting, config: Config, seed: int, workdir: pathlib.Path,
-    say: Callable[[str], Any],
-) -> dict[str, nnx.State]:  # fmt: skip
-  """The parameters of every training of one seed; what is in the workdir is not trained again."""
-  base, like = setting.config(config), step.abstract_model(setting.config(config))[1]
-  base = dataclasses.replace(base, train=dataclasses.replace(base.train, seed=seed))
-  params, name = None, f"{setting.name}_{seed}"
-  for number, phase in enumerate(setting.teach):
+    name: str, teach: Sequence[Case], tune: Callable[[str], Case], steps: dict[str, int],
+    workdir: pathlib.Path, say: Callable[[str], Any],
+) -> Iterator[tuple[str, nnx.State]]:  # fmt: skip
+  """Trainings and their parameters; what is in the workdir is not trained again.
 
-    def teach(params=params, phase=phase, number=number):
-      one = config_of(base, phase)
-      batch = lambda n: batch_of((seed, number, n), phase, one)
-      return train(one, batch, params, telling(say, f"{name}, phase {number}", phase.steps))
+  Args:
+    name: of the setting and the seed.
+    teach: phases, one going on from the other.
+    tune: of a training, from where the last phase ended.
+    steps: of every training.
+    workdir: receives `NAME_taughtN.npz` and `NAME_TRAINING.npz`.
+    say: is told how far it is.
+  """
+  like, params = step.abstract_model(teach[0][0])[1], None
 
-    params = kept(workdir / f"{name}_taught{number}.npz", like, teach)
-  found, steps = {}, steps_of(setting, config, workdir)
+  def go(what, case, params):
+    tell = telling(say, f"{name}, {what}", case[0].train.steps)
+    return lambda: train(*case, params, tell)
+
+  for number, case in enumerate(teach):
+    path = workdir / f"{name}_taught{number}.npz"
+    params = kept(path, like, go(f"phase {number}", case, params))
   for training in TRAININGS:
-
-    def tune(training=training):
-      one, batch = tuning(setting, config, training, seed)
-      one = of_steps(one, steps[training])
-      return train(one, batch, params, telling(say, f"{name}, {training}", steps[training]))
-
-    found[training] = kept(workdir / f"{name}_{training}.npz", like, tune)
-  return found
+    one, batch = tune(training)
+    case = of_steps(one, steps[training]), batch
+    yield training, kept(workdir / f"{name}_{training}.npz", like, go(training, case, params))
 
 
 @functools.lru_cache(maxsize=64)
@@ -308,8 +306,18 @@ def run(
     setting: Setting, config: Config, seed: int, workdir: pathlib.Path, say: Callable[[str], Any]
 ) -> None:
   """Trains and measures one seed; leaves `NAME_SEED_TRAINING_MEASURE_DISTANCE.npz` files."""
-  graphdef, _ = step.abstract_model(setting.config(config))
-  for training, params in learn(setting, config, seed, workdir, say).items():
+  own = setting.config(config)
+  drawn = dataclasses.replace(own, train=dataclasses.replace(own.train, seed=seed))
+
+  def teaching(number, phase):
+    one = config_of(drawn, phase)
+    return one, lambda n: batch_of((seed, number, n), phase, one)
+
+  teach = [teaching(number, phase) for number, phase in enumerate(setting.teach)]
+  tune = functools.partial(tuning, setting, config, seed=seed)
+  steps = steps_of(setting.name, tune, workdir)
+  graphdef, _ = step.abstract_model(own)
+  for training, params in learn(f"{setting.name}_{seed}", teach, tune, steps, workdir, say):
     model = nnx.merge(graphdef, params)
     name = f"{setting.name}_{seed}_{training}"
     for measure in setting.measures:

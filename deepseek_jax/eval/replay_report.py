@@ -4,6 +4,7 @@ Answers of all seeds are pooled: flips are counted on prompts that two arms, or 
 seed, both answered; errors are those of the mean over prompts.
 """
 
+import json
 import pathlib
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -16,7 +17,6 @@ from deepseek_jax.eval import replay_text, resume
 from deepseek_jax.eval.replay_experiment import TRAININGS
 from deepseek_jax.eval.resume import Answers
 
-_A, _B, _C, _D = (resume.ARMS.index(arm) for arm in "ABCD")
 # A byte of a response, and the mean over all of them.
 BYTES = ("1", "2", "4", "8", "32", "all")
 
@@ -126,7 +126,7 @@ def results(settings: Iterable, seeds: int, workdir: pathlib.Path) -> dict[str, 
   """All of it, from the files of a run that has ended."""
   found, texts, errors = {}, {}, []
   for setting in settings:
-    read = lambda name, own=setting.name: experiment.kept_json(workdir / f"{own}_{name}.json", dict)
+    read = lambda name, own=setting.name: json.loads((workdir / f"{own}_{name}.json").read_text())
     about = {"window": setting.window, "steps": read("steps")}
     names = [(seed, training) for training in TRAININGS for seed in range(seeds)]
     if isinstance(setting, replay_text.Setting):
@@ -154,21 +154,28 @@ def results(settings: Iterable, seeds: int, workdir: pathlib.Path) -> dict[str, 
 
 
 def short(result: dict[str, Any]) -> dict[str, Any]:
-  """A line of figures: accuracy nearest the boundary, costs of text at byte 1."""
-  nearest = lambda own: next(iter(own["distances"].values()))
+  """A line of figures: accuracy nearest the boundary, costs of text at byte 1.
+
+  `accuracy` is that of buried facts, the task of the question; None without them.
+  """
+  accuracy, prompts = {}, {}
+  for name, own in result["settings"].items():
+    nearest = next(iter(own["distances"].values()))
+    prompts[name] = nearest["exact"]["n"]
+    accuracy[name] = {
+        training: {arm: round(one["accuracy"][arm][0], 4) for arm in resume.ARMS}
+        for training, one in nearest.items()
+    }
   return {
       "seeds": result["seeds"],
       "seconds": result["seconds"],
       "serving_equality_max_abs": result["simulation_equality"],
       "arms_equality_max_abs": result["arms_equality"],
       **result["cost"],
-      "accuracy": {
-          name: {
-              training: {arm: round(one["accuracy"][arm][0], 4) for arm in resume.ARMS}
-              for training, one in nearest(own).items()
-          }
-          for name, own in result["settings"].items()
-      },
+      "prompts": prompts.get("facts/buried"),
+      "accuracy": accuracy.get("facts/buried"),
+      "prompts_by_setting": prompts,
+      "accuracy_by_setting": accuracy,
       "text_nats": {
           name: {
               training: {pair: round(one[pair]["1"][0], 4) for pair in ("B_over_A", "D_over_B")}
@@ -249,7 +256,7 @@ def tables(result: dict[str, Any]) -> str:
         f"### {name}\n\nW = {own['window']}, {result['seeds']} seeds, {first['turns']} responses,"
         f" fine-tuned for {own['steps']} steps. Nats a byte.\n"
     )
-    heads = ["fine-tuned on"] + [f"byte {b}" if b != "all" else "all" for b in BYTES]
+    heads = [f"byte {b}" if b != "all" else "all" for b in BYTES]
     for pair in ("B_over_A", "D_over_B"):
       rows = [
           [training, *(_nats(one[pair][b]) for b in BYTES)]
@@ -260,23 +267,23 @@ def tables(result: dict[str, Any]) -> str:
           for training, one in own["trainings"].items()
           if training != "exact"
       ]
-      parts.append(_table([pair.replace("_", " "), *heads[1:]], rows))
+      parts.append(_table([pair.replace("_", " "), *heads], rows))
     rows = [
         [f"{training} − exact, arm {arm}", *(_nats(one["against_exact"][arm][b]) for b in BYTES)]
         for training, one in own["trainings"].items() if training != "exact"
         for arm in "ABD"
     ]  # fmt: skip
-    parts.append(_table(["−log p", *heads[1:]], rows))
+    parts.append(_table(["−log p", *heads], rows))
   return "\n".join(parts)
 
 
 def plots(result: dict[str, Any], folder: pathlib.Path) -> None:
   """`accuracy.svg`, `cost.svg`, `spans.svg` of the tasks, and `text.svg`."""
-  for name, draw in (
-      ("accuracy", draw_accuracy), ("cost", draw_cost), ("spans", draw_spans), ("text", draw_text)
-  ):  # fmt: skip
-    if figure := draw(result):
-      figure.savefig(folder / f"{name}.svg", metadata={"Date": None})
+  drawn = {"text": draw_text} if result["texts"] else {}
+  if result["settings"]:
+    drawn |= {"accuracy": draw_accuracy, "cost": draw_cost, "spans": draw_spans}
+  for name, draw in drawn.items():
+    draw(result).savefig(folder / f"{name}.svg", metadata={"Date": None})
 
 
 _COLOURS = dict(zip(TRAININGS, ("#7f9fb5", "#0072b2", "#d55e00")))
@@ -292,10 +299,16 @@ def _figure(rows: int, columns: int):
   return figure, figure.subplots(rows, columns, squeeze=False)
 
 
+def _curve(axes, at, found: list[tuple[float, float]], training: str) -> None:
+  """Means with standard errors."""
+  axes.errorbar(
+      at, *zip(*found), fmt="o-", ms=4, capsize=2, color=_COLOURS[training], label=training
+  )
+  axes.axhline(0, color="black", lw=0.5)
+
+
 def draw_accuracy(result: dict[str, Any]):
   """By arm, a bar a training, with 95 % intervals; the distance nearest the boundary."""
-  if not result["settings"]:
-    return None
   figure, panels = _figure(1, len(result["settings"]))
   for axes, (name, own) in zip(panels[0], result["settings"].items()):
     distance, cells = next(iter(own["distances"].items()))
@@ -314,19 +327,13 @@ def draw_accuracy(result: dict[str, Any]):
 
 def draw_cost(result: dict[str, Any]):
   """Nats that a replay costs by distance after the boundary, with standard errors."""
-  if not result["settings"]:
-    return None
   figure, panels = _figure(2, len(result["settings"]))
   for row, pair in zip(panels, ("B_against_A", "D_against_C")):
     for axes, (name, own) in zip(row, result["settings"].items()):
       distances = [int(d) for d in own["distances"]]
       for training in TRAININGS:
-        found = np.array([cells[training][pair]["nll"] for cells in own["distances"].values()])
-        axes.errorbar(
-            distances, found[:, 0], found[:, 1], fmt="o-", ms=4, capsize=2,
-            color=_COLOURS[training], label=training,
-        )  # fmt: skip
-      axes.axhline(0, color="black", lw=0.5)
+        found = [cells[training][pair]["nll"] for cells in own["distances"].values()]
+        _curve(axes, distances, found, training)
       axes.set(title=f"{name}: {pair.replace('_', ' ')}", xlabel="tokens after the boundary")
     row[0].set_ylabel("nats of the answer")
   panels[0, 0].legend(title="fine-tuned on", fontsize=8)
@@ -335,8 +342,6 @@ def draw_cost(result: dict[str, Any]):
 
 def draw_spans(result: dict[str, Any]):
   """Accuracy of arms A and D by span, nearest the boundary."""
-  if not result["settings"]:
-    return None
   figure, panels = _figure(1, len(result["settings"]))
   for axes, (name, own) in zip(panels[0], result["settings"].items()):
     distance, cells = next(iter(own["distances"].items()))
@@ -356,18 +361,12 @@ def draw_spans(result: dict[str, Any]):
 
 def draw_text(result: dict[str, Any]):
   """Nats a byte that the encoder's replay costs, by byte of the response."""
-  if not result["texts"]:
-    return None
   figure, panels = _figure(1, len(result["texts"]))
   bytes_ = [int(b) for b in BYTES[:-1]]
   for axes, (name, own) in zip(panels[0], result["texts"].items()):
     for i, training in enumerate(TRAININGS):
-      found = np.array([own["trainings"][training]["D_over_B"][b] for b in BYTES[:-1]])
-      axes.errorbar(
-          np.array(bytes_) * 1.06 ** (i - 1), found[:, 0], found[:, 1], fmt="o-", ms=4, capsize=2,
-          color=_COLOURS[training], label=training,
-      )  # fmt: skip
-    axes.axhline(0, color="black", lw=0.5)
+      found = [own["trainings"][training]["D_over_B"][b] for b in BYTES[:-1]]
+      _curve(axes, np.array(bytes_) * 1.06 ** (i - 1), found, training)
     axes.set_xscale("log", base=2)
     axes.set(title=f"{name}: D over B", xlabel="byte after the boundary")
   panels[0, 0].set_ylabel("nats a byte")

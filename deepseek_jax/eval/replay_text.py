@@ -19,6 +19,7 @@ from jaxtyping import Float32
 
 from deepseek_jax.config import Config, ReplayConfig
 from deepseek_jax.eval import replay_experiment as experiment
+from deepseek_jax.eval.replay_experiment import Case
 from deepseek_jax.nn.transformer import Transformer
 from deepseek_jax.tokenizer import ByteTokenizer
 from deepseek_jax.train import step
@@ -27,6 +28,14 @@ from deepseek_jax.train.data import Batch, collate
 from deepseek_jax.train.turns import Turn, Views, turns_of
 
 _BYTES = ByteTokenizer()
+
+
+class Pieces(NamedTuple):
+  """How texts are cut: `length` bytes, `turns` of `response` bytes in them; 0 turns: all is one."""
+
+  length: int
+  turns: int
+  response: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,8 +53,8 @@ class Setting:
 
   name: str
   window: int
-  taught: "Pieces"
-  tuned: "Pieces"
+  taught: Pieces
+  tuned: Pieces
   steps: int
   tune_steps: int
   documents: int
@@ -55,14 +64,6 @@ class Setting:
     """`config` over bytes, with this setting's window."""
     model = dataclasses.replace(config.model, vocab_size=264, sliding_window=self.window)
     return dataclasses.replace(config, model=model)
-
-
-class Pieces(NamedTuple):
-  """How texts are cut: `length` bytes, `turns` of `response` bytes in them; 0 turns: all is one."""
-
-  length: int
-  turns: int
-  response: int
 
 
 @functools.cache
@@ -178,10 +179,8 @@ def costs(
   return {arm: np.concatenate(parts) for arm, parts in found.items()}
 
 
-def tuning(
-    setting: Setting, config: Config, training: str, seed: int = 0
-) -> tuple[Config, Callable[[int], Batch]]:
-  """The fine-tuning of a training: its configuration and its batches by step."""
+def tuning(setting: Setting, config: Config, training: str, seed: int = 0) -> Case:
+  """The fine-tuning of a training, for `setting.tune_steps` steps."""
   pieces = setting.tuned
   one = config_of(
       setting.config(config), pieces, steps=setting.tune_steps, lines=setting.lines,
@@ -190,44 +189,25 @@ def tuning(
   return one, lambda number: batch_of((seed, 1, number), pieces, one)
 
 
-def steps_of(setting: Setting, config: Config, workdir: pathlib.Path) -> dict[str, int]:
-  """Of every training's fine-tuning, for as many FLOPs."""
-  make = lambda: experiment.equal_steps(
-      setting.tune_steps, functools.partial(tuning, setting, config)
-  )
-  return experiment.kept_json(workdir / f"{setting.name}_steps.json", make)
-
-
 def run(
     setting: Setting, config: Config, seed: int, workdir: pathlib.Path, say: Callable[[str], Any]
 ) -> None:
   """Trains and measures one seed; leaves `NAME_SEED_TRAINING_costs.npz` files."""
-  base, name = setting.config(config), f"{setting.name}_{seed}"
+  base = setting.config(config)
   base = dataclasses.replace(base, train=dataclasses.replace(base.train, seed=seed))
-  graphdef, like = step.abstract_model(base)
-
-  def teach():
-    one = config_of(
-        base, setting.taught, steps=setting.steps, lines=setting.lines, learning_rate=1e-2
-    )
-    batch = lambda n: batch_of((seed, 0, n), setting.taught, one)
-    tell = experiment.telling(say, f"{name}, taught", setting.steps)
-    return experiment.train(one, batch, None, tell)
-
-  taught = experiment.kept(workdir / f"{name}_taught.npz", like, teach)
-  steps = steps_of(setting, config, workdir)
-  for training in experiment.TRAININGS:
-
-    def tune(training=training):
-      one, batch = tuning(setting, config, training, seed)
-      one = experiment.of_steps(one, steps[training])
-      tell = experiment.telling(say, f"{name}, {training}", steps[training])
-      return experiment.train(one, batch, taught, tell)
-
-    params = experiment.kept(workdir / f"{name}_{training}.npz", like, tune)
-    path = workdir / f"{name}_{training}_costs.npz"
+  one = config_of(
+      base, setting.taught, steps=setting.steps, lines=setting.lines, learning_rate=1e-2
+  )
+  teach = one, lambda n: batch_of((seed, 0, n), setting.taught, one)
+  tune = functools.partial(tuning, setting, config, seed=seed)
+  steps = experiment.steps_of(setting.name, tune, workdir)
+  graphdef, _ = step.abstract_model(base)
+  trained = experiment.learn(f"{setting.name}_{seed}", [teach], tune, steps, workdir, say)
+  for training, params in trained:
+    name = f"{setting.name}_{seed}_{training}"
+    path = workdir / f"{name}_costs.npz"
     if not path.exists():
-      say(f"{name}, {training}: serving")
+      say(f"{name}: serving")
       rng = experiment.generator(20_000 + seed)
       held_out = documents(rng, setting.tuned, setting.window, held_out=True)
       found = costs(nnx.merge(graphdef, params), setting.tuned, held_out, setting.documents)

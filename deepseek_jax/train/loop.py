@@ -67,9 +67,8 @@ def load_data(config: Config, mesh: Mesh | None = None) -> Data:
     )
   graphdef, _ = step.abstract_model(config)
   written = functools.partial(OnPolicy, config, tokenizer, graphdef, mesh=mesh)
-  teacher = load_teacher(config, mesh)
   if t.rollout is not None and t.rollout.prompts != "data":
-    return Data(tokenizer, None, written(), [], teacher)
+    return Data(tokenizer, None, written(), [], load_teacher(config, mesh))
   found = (
       conversations.chatterbot_conversations()
       if d.source == "chatterbot"
@@ -93,7 +92,7 @@ def load_data(config: Config, mesh: Mesh | None = None) -> Data:
   batches = [collate(rows) for rows in _batches(held_out, config)]
   if t.rollout is not None:
     pipeline = written(training.examples)
-  return Data(tokenizer, training, pipeline, batches, teacher)
+  return Data(tokenizer, training, pipeline, batches, load_teacher(config, mesh))
 
 
 def _batches(views: Views, config: Config) -> list[list[list[int]]]:
@@ -124,7 +123,8 @@ def _placed(batch: data.Batch, mesh: Mesh | None) -> data.Batch:
   """A batch that every process has packed, on the devices of all."""
   if mesh is None:
     return batch
-  return sharding.put(batch, data.batch_specs(batch, leading=batch.tokens.ndim - 2), mesh)
+  specs = data.batch_specs(batch, leading=batch.tokens.ndim - 2)
+  return sharding.put(batch, sharding.placed(specs, mesh))
 
 
 class _Display:

@@ -120,7 +120,7 @@ def write(
   lines = np.arange(len(floors), dtype=np.int32)
   rest = cache, parts, floors.astype(np.int32), lines, classes, np.array(seed, np.int32)
   if mesh is not None:
-    rest = sharding.put(rest, _specs(*rest), mesh)
+    rest = sharding.put(rest, sharding.placed(_specs(*rest), mesh))
   return program(model, *rest, new=new, temperature=temperature, stop=stop, mesh=mesh)
 
 

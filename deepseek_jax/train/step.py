@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -176,8 +175,7 @@ def init_state(config: Config, mesh: Mesh | None = None) -> TrainState:
   state = TrainState(params, opt_state, jnp.zeros((), jnp.int32))
   if mesh is None:
     return state
-  place = lambda a, s: jax.make_array_from_callback(a.shape, s, np.asarray(a).__getitem__)
-  return jax.tree.map(place, state, state_shardings(config, mesh))
+  return sharding.put(state, state_shardings(config, mesh))
 
 
 def base_parameters(config: Config, mesh: Mesh | None = None) -> nnx.State:
@@ -227,8 +225,7 @@ def abstract_state(config: Config, mesh: Mesh | None = None) -> TrainState:
       ),
       PartitionSpec(),
   )
-  struct = lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s)
-  return jax.tree.map(struct, state, sharding.placed(specs, mesh))
+  return sharding.shapes(state, specs, mesh)
 
 
 def state_shardings(config: Config, mesh: Mesh) -> TrainState:

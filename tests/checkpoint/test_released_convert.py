@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from deepseek_jax import sharding
 from deepseek_jax import tokenizer as tok
 from deepseek_jax.checkpoint import (
     conversion,
@@ -24,7 +25,7 @@ from deepseek_jax.checkpoint import (
 )
 from deepseek_jax.checkpoint.partial_folder import open_partial
 from deepseek_jax.checkpoint.shards import INDEX, Shards
-from deepseek_jax.config import ComputeConfig, Config
+from deepseek_jax.config import ComputeConfig, Config, MeshConfig
 from deepseek_jax.model_config import read_released
 from deepseek_jax.parameter_paths import path_names
 
@@ -132,6 +133,21 @@ def test_a_converted_checkpoint_is_a_training_checkpoint(stored, decoded, weight
   assert copied == stored / "released" / "tokenizer.json"
   assert copied.read_bytes() == (CHECKPOINT / "tokenizer.json").read_bytes()
   assert tok.from_name(str(copied)).vocab_size == 480
+
+
+@pytest.mark.parametrize("dequantise", [True, False])
+def test_devices_of_a_mesh_read_their_parts(stored, dequantise):
+  mesh = sharding.make_mesh(MeshConfig(fsdp=2, expert=2), jax.devices()[:4])
+  _, alone, _ = stored_checkpoint.load_model(stored, dequantise=dequantise)
+  config, spread, _ = stored_checkpoint.load_model(stored, dequantise=dequantise, mesh=mesh)
+  expected, found = (training.names_of(nnx.state(model)) for model in (alone, spread))
+  specs = sharding.parameter_specs(nnx.state(alone), mesh, dense=config.compute.spread_dense)
+  at = training.names_of(sharding.placed(specs, mesh))
+  assert expected.keys() == found.keys()
+  for name, value in expected.items():
+    np.testing.assert_array_equal(found[name], value, err_msg=name)
+    assert found[name].sharding.is_equivalent_to(at[name], value.ndim), name
+  assert any(not value.is_fully_replicated for value in found.values())
 
 
 def test_some_kept_and_some_decoded(tmp_path):

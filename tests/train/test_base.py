@@ -96,6 +96,18 @@ def test_the_model_of_the_run_is_base_and_adapters(config, trained):
   assert np.abs(logits(model) - logits(base)).max() > 1e-4
 
 
+def test_devices_of_a_mesh_read_the_model_of_the_run(trained):
+  mesh = sharding.make_mesh(MeshConfig(fsdp=2, expert=2), jax.devices()[:4])
+  expected, found = (
+      names_of(nnx.state(model))
+      for _, model, _ in (load_model(trained), load_model(trained, mesh=mesh))
+  )
+  for name, value in expected.items():
+    np.testing.assert_array_equal(found[name], value, err_msg=name)
+    assert found[name].sharding.mesh == mesh, name
+  assert any(not value.is_fully_replicated for value in found.values())
+
+
 def test_a_resumed_run_reads_the_base_again(config, trained, tmp_path):
   half = dataclasses.replace(config, train=dataclasses.replace(config.train, steps=2))
   loop.run(half, tmp_path / "run")

@@ -59,7 +59,8 @@ def both(request):
   shared = made(config, mesh)
   shared.see(spread)
   placed = next(shared).batch
-  placed = sharding.put(placed, data.batch_specs(placed, leading=1), mesh)
+  specs = data.batch_specs(placed, leading=1)
+  placed = sharding.put(placed, sharding.placed(specs, mesh))
   again = jax.jit(step.make_gradient(graphdef, config, mesh))(spread, placed, *theirs)
   return (written, gradient), (shared, again)
 
